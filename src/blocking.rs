@@ -1,7 +1,7 @@
 //! Work that may block.
 //!
-//! It runs on a thread of its own, because the program may occupy the runtime's blocking pool for
-//! as long as it likes, or on the calling thread if none can be started.
+//! It runs on a thread of its own, because the program may occupy the runtime's blocking pool, or
+//! on the calling thread if none can be started.
 
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::sync::Arc;
@@ -33,7 +33,7 @@ fn take_and_run(work: &Mutex<Option<impl FnOnce()>>) {
     }
 }
 
-/// Runs `work` to the end even if the future is dropped, and returns its result or its panic.
+/// Runs `work` to the end even if the future is dropped. Propagates its panic.
 pub(crate) async fn run<T: Send + 'static>(work: impl FnOnce() -> T + Send + 'static) -> T {
     let (result, received) = oneshot::channel();
     spawn(move || {

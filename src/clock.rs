@@ -1,13 +1,10 @@
 //! Deadlines in real time, or in the virtual time of a simulated network.
 //!
-//! One thread of the process wakes tasks at their deadlines, and another one revokes leases, which
-//! must not wait for a waker that blocks. Tokio's timers do not fit: `tokio::time::pause` stops
-//! their clock, but neither devices nor peers, and a timer belongs to one runtime, which a future
-//! may outlive or leave. While [`drive`](crate::software::drive) runs on a thread, the network that
-//! it drives keeps the time of that thread, and wakes its tasks.
-//!
-//! Setting a deadline takes a lock. The alarm thread is notified only of a new earliest deadline.
-//! Among operations, only those with a deadline set one; messages set none.
+//! One thread of the process wakes tasks at their deadlines. Another one revokes leases, which must
+//! not wait for a waker that blocks. Tokio's timers do not fit: `tokio::time::pause` stops their
+//! clock, but neither devices nor peers, and a timer belongs to one runtime, which a future may
+//! leave. While [`drive`](crate::software::drive) runs on a thread, its network keeps the time of
+//! that thread.
 
 use std::cell::RefCell;
 use std::collections::BTreeMap;
@@ -42,8 +39,7 @@ thread_local! {
     static SIMULATED: RefCell<Option<Network>> = const { RefCell::new(None) };
 }
 
-/// Makes `network` the clock of this thread, or real time with `None`. Returns the network that was
-/// the clock before.
+/// Makes `network` the clock of this thread, or real time with `None`. Returns the earlier one.
 pub(crate) fn simulate(network: Option<Network>) -> Option<Network> {
     SIMULATED.replace(network)
 }
@@ -110,7 +106,7 @@ impl Sleep {
     }
 }
 
-/// A wake-up at an instant. Dropping it cancels the wake-up, unless that is in progress.
+/// A wake-up at an instant. Dropping it cancels the wake-up.
 #[derive(Debug)]
 pub(crate) enum Alarm {
     Thread(&'static AlarmThread, Key),
@@ -121,13 +117,12 @@ pub(crate) enum Alarm {
 type Key = (Instant, u64);
 
 impl Alarm {
-    /// Sets an alarm that wakes a task. Fails if the thread cannot be started.
+    /// Fails if the thread cannot be started.
     fn waking(deadline: Instant, waker: Waker) -> io::Result<Self> {
         Self::set(&TASKS, deadline, waker)
     }
 
-    /// Sets an alarm that revokes an access, even if it is leaked. `revoke` must not block. Fails
-    /// if the thread cannot be started.
+    /// Sets an alarm that revokes an access, even if it is leaked. `revoke` must not block.
     pub(crate) fn revoking(deadline: Instant, revoke: Waker) -> io::Result<Self> {
         Self::set(&REVOCATIONS, deadline, revoke)
     }
@@ -139,9 +134,10 @@ impl Alarm {
         }
     }
 
-    /// Returns true if the clock that [`now`] reads fires it. Otherwise it may fire too late, for
-    /// example after hours of real time that pass at once in virtual time.
+    /// Returns true if the clock that [`now`] reads fires it.
     fn is_of_this_clock(&self) -> bool {
+        // Another clock may fire it too late, for example after hours of real time that pass at
+        // once in virtual time.
         match self {
             Self::Thread(..) => simulated(|_| ()).is_none(),
             Self::Simulated(alarm) => simulated(|network| alarm.is_of(network)) == Some(true),
@@ -181,8 +177,7 @@ impl Drop for Alarm {
 struct Alarms {
     set: BTreeMap<Key, Waker>,
     next: u64,
-    /// The thread's next wake-up, not after the first alarm. `None` if it does not run: it exits
-    /// when no alarm is left.
+    /// The thread's next wake-up, not after the first alarm. `None` if it does not run.
     next_wake: Option<Instant>,
     failed: bool,
 }

@@ -8,8 +8,8 @@ use std::task::{Context, Poll, Wake, Waker};
 use rdma_provider::later::{self, contained};
 use rdma_provider::locks;
 
-/// Wakes the task that polls with `context`, to be polled again. A connection polls under its lock,
-/// with its own waker, which then wakes the driver instead of running code of the program.
+/// Wakes the task that polls with `context`. A connection polls under its lock with its own waker,
+/// which runs no code of the program.
 pub(crate) fn wake_to_repoll(context: &Context<'_>) {
     later::reported_panic(|| context.waker().wake_by_ref());
 }
@@ -23,8 +23,7 @@ pub(crate) async fn wakes_contained<F: Future>(future: F) -> F::Output {
     poll_fn(|context| wakers.poll(context, |context| future.as_mut().poll(context))).await
 }
 
-/// A contained waker of the task that polls, kept between polls, so that a waiting task allocates
-/// once.
+/// A contained waker of the task, kept between polls so that a waiting task allocates once.
 #[derive(Debug, Default)]
 pub(crate) struct ContainedWaker {
     current: Option<(Arc<Inner>, Waker)>,

@@ -1,9 +1,9 @@
-//! Tokio's cooperative budget, which every public future that can be ready again and again takes
-//! part in, so that a peer that sends without pause cannot keep other tasks waiting.
+//! Tokio's cooperative budget, in public futures that can be ready again and again, so that a peer
+//! that sends without pause cannot keep other tasks waiting.
 //!
-//! The budget is checked before anything is taken, so a future that yields has no effect and loses
-//! nothing when it is dropped. Only public futures check it: code that several tasks share, such as
-//! the driver of a connection, must not depend on the budget of the task that happens to run it.
+//! The budget is checked before anything is taken, so a future that yields loses nothing when it is
+//! dropped. Code that several tasks share, such as the driver of a connection, does not check it,
+//! because it must not depend on the budget of the task that happens to run it.
 
 use std::future::poll_fn;
 use std::task::{Context, Poll, ready};
@@ -24,8 +24,8 @@ pub(crate) fn within_budget<T>(
     result
 }
 
-/// Calls `attempt` once the task has budget left, and consumes from it if `attempt` returns `Some`.
-/// With `None` the caller waits, which counts by itself.
+/// Calls `attempt` once the task has budget left. Only `Some` consumes from it, because with `None`
+/// the caller waits.
 #[inline]
 pub(crate) async fn try_within_budget<T>(mut attempt: impl FnMut() -> Option<T>) -> Option<T> {
     poll_fn(|context| {

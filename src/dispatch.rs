@@ -87,8 +87,8 @@ macro_rules! each {
     };
 }
 
-/// Calls the same method, which creates an object, and wraps that. `Cq as cq` makes `cq` the
-/// function that unwraps a completion queue of the same provider.
+/// Calls the same method, which creates an object, and wraps that. In it, `Cq as cq` unwraps a
+/// completion queue of the same provider.
 macro_rules! make {
     ($object:expr, $name:ident, $inner:ident $(, $used:ident as $of:ident)* => $call:expr) => {{
         forked::check()?;

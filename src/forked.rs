@@ -1,8 +1,8 @@
 //! Child processes of `fork(2)`. Devices of the parent do not work in them: their threads are
 //! missing, and an adapter does not access the child's copies of registered memory.
 //!
-//! If a device was open at the fork, all devices fail in the child, including those that it opens:
-//! they share locks and threads with the parent's. A direct `clone(2)` is not noticed.
+//! If a device was open at the fork, all devices fail in the child, even new ones, which share
+//! locks and threads with it. A direct `clone(2)` is not noticed.
 
 use std::sync::Once;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};

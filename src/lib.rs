@@ -1,15 +1,15 @@
 //! RDMA for Tokio: every work request is a future.
 //!
 //! With remote direct memory access (RDMA), a network adapter reads and writes the memory of
-//! another host without a system call on either host. This crate is an asynchronous interface to
-//! the verbs of RDMA devices:
+//! another host without a system call. This crate is an asynchronous interface to the verbs of RDMA
+//! devices:
 //!
 //! - Calling an operation (SEND, RECV, WRITE, READ, atomics) posts it. Awaiting the returned future
 //!   waits for its completion.
 //! - An operation owns its buffers until the device has finished. Dropping the future does not
 //!   cancel the operation, and cannot corrupt memory.
-//! - A program runs unchanged on the embedded software device, which needs no hardware, kernel
-//!   module or privileges, and, with feature `ibverbs`, on network adapters and SoftRoCE.
+//! - Programs run unchanged on the embedded software device, which needs no hardware or privileges,
+//!   and, with feature `ibverbs`, on network adapters and SoftRoCE.
 //!
 //! ```
 //! use tokio_rdma::{Access, CompletionMode, CompletionQueue, Device};

@@ -24,9 +24,8 @@
 //! - destroy the handle, or any other object that the crate made from it;
 //! - consume what the crate waits for: completions, asynchronous events, events of the connection
 //!   manager;
-//! - post work with a number (`wr_id`) that an operation has, or to a completion queue that the
-//!   crate polls: a completion with the number of an operation in flight would complete it and
-//!   return its buffer;
+//! - post work with the number (`wr_id`) of an operation, or to a completion queue that the crate
+//!   polls: its completion could complete an operation in flight, and return its buffer;
 //! - change the state of a queue pair, except by [`QueuePair::modify`];
 //! - change the `context` of an id of the connection manager, which points to state of this crate;
 //! - post, poll, arm or resize queues of a device that is used directly

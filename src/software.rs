@@ -4,9 +4,8 @@
 //! # Deterministic tests
 //!
 //! A [simulated](Network::simulated) network has virtual time and draws faults, numbers and keys
-//! from a seed. [`drive`] runs a future and everything that its runtime has spawned, and advances
-//! that time whenever no task can continue. Connections use it for all deadlines. Waiting takes no
-//! real time, and each run with a seed is the same.
+//! from a seed. [`drive`] runs a future and the tasks of its runtime, and advances that time
+//! whenever none can continue. Waiting takes no real time, and each run with a seed is the same.
 //!
 //! ```
 //! use std::time::Duration;
@@ -63,19 +62,19 @@ pub use rdma_soft::{
 /// reach its task: one by the reactor, one by the task that waits for it.
 const QUIET_ROUNDS: u32 = 4;
 
-/// Runs `future`, and advances the time of a [simulated](Network::simulated) `network` when neither
-/// the future nor another task of this runtime can continue. See the [module](self) for an example.
+/// Runs `future`, and advances the time of a [simulated](Network::simulated) `network` when no task
+/// of this runtime can continue. See the [module](self) for an example.
 ///
 /// On a current-thread runtime, connections and operations use the time of the network for their
-/// deadlines until the call returns or is dropped; [`now`] returns it. On a runtime of several
-/// threads, only the network itself has virtual time. Drive one network at a time. Connections that
-/// outlive the call continue in the next one.
+/// deadlines meanwhile; [`now`] returns it. On a runtime of several threads, only the network
+/// itself has virtual time. Drive one network at a time. Connections that outlive the call continue
+/// in the next one.
 ///
 /// # Tokio's clock
 ///
 /// If Tokio's clock is paused before the call, for example by `start_paused`, both clocks advance
-/// together: a `tokio::time::sleep` of the test takes virtual time, in steps of 1 ms, and so do the
-/// delays of [`Reconnect`](crate::peers::Reconnect) and [`PeerSet`](crate::peers::PeerSet).
+/// together, in steps of 1 ms: then `tokio::time::sleep` and the delays of
+/// [`Reconnect`](crate::peers::Reconnect) and [`PeerSet`](crate::peers::PeerSet) take virtual time.
 /// Otherwise that clock shows real time, and this future never sleeps while `future` is pending.
 /// Tasks that never sleep, as in [`Cooperative`](crate::CompletionMode::Cooperative) mode, keep a
 /// paused clock from advancing.
@@ -118,9 +117,8 @@ pub async fn drive<F: Future>(network: &Network, future: F) -> F::Output {
     }
 }
 
-/// Returns the present by the clock of connections and operations: the time of the simulated
-/// network that [`drive`] runs on this thread, otherwise [`Instant::now`]. Deadlines of operations
-/// and leases are instants of this clock.
+/// Returns the time of the simulated network that [`drive`] runs on this thread, otherwise
+/// [`Instant::now`]. Deadlines of operations and leases are instants of this clock.
 #[must_use]
 pub fn now() -> Instant {
     clock::now()
@@ -128,7 +126,7 @@ pub fn now() -> Instant {
 
 const TICK: Duration = Duration::from_millis(1);
 
-/// Lets a simulated network keep the time of this thread, together with Tokio's clock if that is
+/// A simulated network keeps the time of this thread, together with Tokio's clock if that is
 /// paused.
 struct VirtualTime<'a> {
     network: &'a Network,
@@ -149,7 +147,7 @@ impl<'a> VirtualTime<'a> {
         Self { network, before: clock::simulate(Some(network.clone())), paused }
     }
 
-    /// Advances to the next packet or timer, including those of the runtime if its clock is paused.
+    /// Advances to the next packet or timer, also of the runtime if its clock is paused.
     async fn advance(&self) {
         let Some(start) = self.paused else {
             self.network.step();

@@ -1,9 +1,9 @@
 //! A FIFO of tasks that wait for the same condition.
 //!
-//! The lock of the condition guards it. The waking side chooses what becomes of a woken task:
-//! [`take_first`](Waiters::take_first) lets it keep its position, so that no other task overtakes
-//! it until it [withdraws](Waiters::withdraw); [`remove_first`](Waiters::remove_first) and
-//! [`remove_all`](Waiters::remove_all) remove it, and it registers again if it must wait further.
+//! The lock of the condition guards it. [`take_first`](Waiters::take_first) lets a woken task keep
+//! its position, so that no other task overtakes it until it [withdraws](Waiters::withdraw).
+//! [`remove_first`](Waiters::remove_first) and [`remove_all`](Waiters::remove_all) remove the task,
+//! which registers again if it must wait further.
 
 use std::collections::VecDeque;
 use std::task::Waker;
@@ -12,8 +12,8 @@ use std::task::Waker;
 pub(crate) struct Ticket(u64);
 
 /// A task that checks a condition under the lock and may have to wait. Cloning and dropping its
-/// waker runs user code, which must not happen under the lock. Its poll therefore checks again with
-/// a [clone](Self::clone_if_needed), unless the task has [expected](Self::expect_wait) to wait.
+/// waker runs user code, which must not happen under the lock. So a poll that has to wait checks
+/// again with a [clone](Self::clone_if_needed), unless it [expected](Self::expect_wait) to wait.
 ///
 /// Drop it without the lock.
 ///
@@ -41,7 +41,7 @@ impl<'a> Caller<'a> {
         }
     }
 
-    /// Clones the waker of a task that will probably wait, which then need not check again.
+    /// Clones the waker of a task that will probably wait, so that it need not check twice.
     #[inline]
     pub(crate) fn expect_wait(&mut self) {
         self.clone = Some(self.waker.clone());
@@ -84,13 +84,13 @@ impl Waiters {
         self.first.is_none()
     }
 
-    /// Returns true if no other task is ahead; `None` stands for a new waiter.
+    /// `None` stands for a new waiter.
     pub(crate) fn is_first(&self, ticket: Option<Ticket>) -> bool {
         self.first.as_ref().is_none_or(|(first, _)| Some(*first) == ticket)
     }
 
-    /// Registers `caller`, at the end of the queue if it has no position. If the waker was taken
-    /// since this poll registered it, the task will be polled again and needs no registration.
+    /// Registers `caller`, at the end of the queue if it has no position, unless its waker was
+    /// taken since this poll registered it: the task will then be polled again.
     pub(crate) fn wait(&mut self, ticket: &mut Option<Ticket>, caller: &mut Caller<'_>) {
         if ticket.is_some() && caller.registered == *ticket {
             return;
@@ -125,7 +125,7 @@ impl Waiters {
         self.first.iter_mut().chain(&mut self.others)
     }
 
-    /// Removes a waiter. The waker must be dropped without the lock.
+    /// The caller must drop the waker without the lock.
     #[must_use]
     #[inline]
     pub(crate) fn withdraw(&mut self, ticket: &mut Option<Ticket>) -> Option<Waker> {

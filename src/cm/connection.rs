@@ -17,12 +17,11 @@ use crate::types::RejectReason;
 
 /// An established connection between two queue pairs.
 ///
-/// The caller keeps the queue pair. When either side ends the connection, the queue pair goes to
-/// the error state and its outstanding work is flushed, so await what matters before disconnecting.
+/// When either side ends the connection, the caller's queue pair goes to the error state and its
+/// outstanding work is flushed, so await what matters before disconnecting.
 ///
-/// Dropping a `CmConnection` sends a disconnect request, which may be lost, and does not wait for
-/// the answer. A peer that receives none detects the end when it sends, or by its
-/// [keepalive](super::ConnectionOptions::keepalive).
+/// Dropping a `CmConnection` sends a disconnect request, which may be lost. A peer that receives
+/// none detects the end when it sends, or by its [keepalive](super::ConnectionOptions::keepalive).
 pub struct CmConnection {
     /// Dropped first, because it must not probe an abandoned queue pair.
     keepalive: Option<Keepalive>,
@@ -34,8 +33,8 @@ pub struct CmConnection {
     ours: AtomicBool,
 }
 
-/// Maximum duration of TIMEWAIT. The kernel's connection manager retransmits a disconnect request
-/// 15 times, 4.3 s apart; the rest allows for packet lifetimes on large networks.
+/// Maximum duration of TIMEWAIT: the kernel retransmits a disconnect request 15 times, 4.3 s apart;
+/// the rest allows for packet lifetimes on large networks.
 const TIMEWAIT: Duration = Duration::from_secs(150);
 
 impl CmConnection {
@@ -87,7 +86,7 @@ impl CmConnection {
     }
 
     /// Returns the peer's private data. It is padded with zeros, to 56 bytes if the peer connected,
-    /// to 196 if it accepted, because the messages of IBTA 12.6 do not carry its length.
+    /// to 196 if it accepted: messages do not carry its length (IBTA 12.6).
     #[must_use]
     pub fn private_data(&self) -> &[u8] {
         &self.private_data
@@ -95,9 +94,9 @@ impl CmConnection {
 
     /// Returns true until the connection ends.
     ///
-    /// Operations may be flushed before the connection manager or the keepalive detects the end.
-    /// After a flush, await [`disconnected`](Self::disconnected) with a timeout: if it does not
-    /// return, only the queue pair has failed.
+    /// Operations may be flushed before the end is detected. After a flush, await
+    /// [`disconnected`](Self::disconnected) with a timeout: if it does not return, only the queue
+    /// pair has failed.
     #[must_use]
     pub fn is_connected(&self) -> bool {
         !self.endpoint.has_ended()
@@ -112,8 +111,8 @@ impl CmConnection {
 
     /// Disconnects, and waits until the peer's connection manager has answered.
     ///
-    /// The queue pair goes to the error state at once. Does nothing if the connection has ended and
-    /// the peer knows; after a failed keepalive or a moved local address, it does not know.
+    /// The queue pair goes to the error state at once. Does nothing if the peer knows that the
+    /// connection has ended, as it does unless a keepalive failed or the local address moved.
     ///
     /// # Errors
     ///
@@ -176,8 +175,8 @@ impl CmConnection {
     /// Waits until the connection and its TIMEWAIT have ended, so that none of its packets is in
     /// flight.
     ///
-    /// Then the queue pair may be reset and connected again. Earlier, the peer's connection manager
-    /// may reject the request as stale.
+    /// Then the queue pair may be reset and connected again. Earlier, the peer may reject the
+    /// request as stale.
     ///
     /// After a moved local address or a [silent](Disconnection::Silent) peer, this sends a
     /// disconnect request; TIMEWAIT starts with the peer's answer or after the last retransmission.

@@ -22,7 +22,7 @@ use super::router::Router;
 
 /// Connects to the first of the addresses that answers.
 ///
-/// `make` builds a queue pair for each route tried, usually with [`Route::prepare`].
+/// `make` builds a queue pair for each route, usually with [`Route::prepare`].
 ///
 /// # Errors
 ///
@@ -240,8 +240,7 @@ impl Route {
     /// - [`ConnectError::Refused`] if no listener has the address;
     /// - [`ConnectError::Rejected`] if the listener rejects the request;
     /// - [`ConnectError::Unreachable`], or [`ConnectError::TimedOut`] after
-    ///   [`ConnectionOptions::timeout`], if the peer does not answer. Over UDP, the software device
-    ///   fails at once if the peer's host reports that no process has the port of RoCE v2 there;
+    ///   [`ConnectionOptions::timeout`], if the peer does not answer;
     /// - [`ConnectError::Limit`] for private data of more than 56 bytes, or for more
     ///   [`ConnectionOptions::reads`] than the device supports;
     /// - [`ConnectError::Setup`] for a queue pair that does not fit.

@@ -26,7 +26,7 @@ impl<T> Default for Disposer<T> {
 }
 
 impl<T: Send + 'static> Disposer<T> {
-    /// Queues `items` for the thread that drops them, which it starts if needed.
+    /// Starts the thread that drops the items if needed.
     ///
     /// Calls `on_resume` when the queue is empty again after [`is_stalled`](Self::is_stalled) has
     /// returned true.

@@ -80,8 +80,8 @@ impl Endpoint {
     }
 
     /// Calls `f`, which does not block: librdmacm writes one command to its descriptor for each
-    /// call, and the kernel carries it out under locks that are held briefly. In the transitions to
-    /// RTR and RTS, a kernel looks up a RoCE neighbour that it already knows.
+    /// call, and the kernel carries it out under locks that are held briefly. For RTR and RTS, it
+    /// looks up a RoCE neighbour that it already knows.
     pub(super) fn call<T>(
         &self,
         f: impl FnOnce(&CmId) -> Result<T, ConnectError>,
@@ -169,8 +169,6 @@ pub(super) async fn on_blocking_thread<T: Send + 'static>(
 
 /// Fails with [`ConnectError::TimedOut`] if the future of `make` takes longer than `after`. Adds
 /// the step and the address to errors without them.
-///
-/// Takes a closure so that the future is made where it is pinned, because a move would copy it.
 pub(super) async fn with_deadline<T>(
     after: Duration,
     step: ConnectStep,
@@ -178,6 +176,7 @@ pub(super) async fn with_deadline<T>(
     make: impl AsyncFnOnce() -> Result<T, ConnectError>,
 ) -> Result<T, ConnectError> {
     let late = Err(ConnectError::TimedOut { address, step, after });
+    // The future is made where it is pinned, because a move would copy it.
     let result = clock::timeout(after, pin!(make())).await.unwrap_or(late);
     result.map_err(|error| error.during(step, address))
 }

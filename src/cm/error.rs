@@ -77,9 +77,9 @@ pub enum ConnectError {
     Unreachable {
         /// Step and peer.
         attempt: ConnectAttempt,
-        /// Reason, see `errno(3)`. The software device over UDP returns ECONNREFUSED if the peer's
-        /// host rejects its packets: no process there has opened a device at the address, or a
-        /// firewall rejects the port.
+        /// Reason, see `errno(3)`. The software device over UDP returns ECONNREFUSED at once if the
+        /// peer's host rejects its packets: no process there has opened a device at the address, or
+        /// a firewall rejects the port.
         errno: i32,
     },
     /// The time limit of a step has passed.
@@ -425,7 +425,8 @@ pub(crate) const FOR_STREAMS: &[u8] =
 
 impl std::error::Error for ConnectError {}
 
-/// Half the limit of clippy's `result_large_err`, because errors of programs can contain this one.
+/// Errors of programs can contain this one, so it has half the limit of clippy's
+/// `result_large_err`.
 const _: () = assert!(size_of::<ConnectError>() <= 64);
 
 impl From<NoRuntime> for ConnectError {

@@ -1,7 +1,7 @@
 //! Registrations of the event channel with the I/O drivers of Tokio runtimes.
 //!
-//! The channel is registered with each runtime in which a task has waited for an event, until the
-//! runtime shuts down. The registered waker drains the channel itself, without a task.
+//! The channel stays registered with each runtime in which a task has waited for an event. The
+//! registered waker drains the channel itself, without a task.
 
 use std::sync::{Arc, Weak};
 use std::task::{Wake, Waker};
@@ -29,8 +29,7 @@ impl Reactors {
         Self(rdma_provider::locks::Mutex::new(Vec::new()))
     }
 
-    /// Ensures that the current runtime watches the channel. A failed registration is only logged:
-    /// the next poll retries, and deadlines still end the wait.
+    /// Ensures that the current runtime watches the channel.
     pub(super) fn watch(&self, router: &Arc<Router>) -> Result<(), NoRuntime> {
         let handle = NoRuntime::or_current()?;
         let runtime = handle.id();
@@ -41,6 +40,7 @@ impl Reactors {
         let watched = router.watched();
         let fd = match NoRuntime::or_registered(|| Readable::new(watched))? {
             Ok(fd) => fd,
+            // Only logged, because deadlines still end the wait.
             Err(error) => {
                 rdma_provider::error!(
                     %error,
@@ -85,8 +85,8 @@ impl Reactors {
 }
 
 impl Reactor {
-    /// Drains the channel until it has no new events and the I/O driver holds the waker. The
-    /// readiness is cleared even if [`Router::drain`] leaves events to a task.
+    /// Drains the channel. Its readiness is cleared even if [`Router::drain`] leaves events to a
+    /// task.
     fn run(&self) {
         let Some(router) = self.router.upgrade() else { return };
         if self.fd.serve(&self.waker, || router.drain()).is_break() {

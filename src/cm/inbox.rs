@@ -51,7 +51,7 @@ pub(super) struct Inbox {
 }
 
 pub(super) trait TakeRequests: std::fmt::Debug + Send + Sync {
-    /// Queues a request. Returns its id if the backlog is full.
+    /// Returns the id if the backlog is full.
     fn push(&self, id: CmId, peer: CmPeer) -> Option<CmId>;
 }
 
@@ -152,7 +152,7 @@ impl Inbox {
     }
 }
 
-/// Calls a waker, without any lock held; returns false if it panicked.
+/// Returns false if the waker panicked. Requires that no lock is held.
 fn wake(waker: Waker) -> bool {
     let panicked = later::reported_panic(|| waker.wake_by_ref());
     // Separate: two panics at once would abort the process.
@@ -166,8 +166,7 @@ pub(super) struct Wait<'a> {
 }
 
 impl Wait<'_> {
-    /// Calls `find` with the events so far, under the lock. If it returns `None`, registers the
-    /// task for the next wake-up.
+    /// Calls `find` under the lock. If it returns `None`, registers the task for the next wake-up.
     pub(super) fn poll<T>(
         &mut self,
         context: &mut Context<'_>,

@@ -203,8 +203,8 @@ impl Listener {
         }
     }
 
-    /// Lets the provider answer requests as `admit` decides; returns false if it cannot. Each
-    /// request then arrives already confirmed by its peer, and accepting it sends no message.
+    /// Lets the provider answer requests as `admit` decides; returns false if it cannot. Requests
+    /// then arrive confirmed by their peers, and accepting them sends no message.
     pub(crate) fn answer(&self, admit: Arc<dyn Admit>) -> Result<bool, ConnectError> {
         let bound = self.bound.lock();
         let answers = |(endpoint, _): &(Endpoint, _)| endpoint.call(|id| Ok(id.answer(admit)));
@@ -269,8 +269,8 @@ impl Listener {
     }
 }
 
-/// Wakes the next acceptor on drop if requests are left, because the acceptor that ends may have
-/// used up the wake-up for them.
+/// On drop, wakes the next acceptor if requests are left, because this one may have used up their
+/// wake-up.
 struct WakeNext<'a> {
     inbox: &'a Inbox,
     incoming: &'a Incoming,

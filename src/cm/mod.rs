@@ -6,16 +6,15 @@
 //!  resolve ─▶ Route ─▶ prepare a queue pair ─▶ Route::connect ─▶ CmConnection
 //! ```
 //!
-//! The connection manager does not own queue pairs. A [`Route`] or [`ConnectionRequest`] names the
-//! port and GID to send from; the caller builds the queue pair there, on any completion queue. When
-//! `connect` or `accept` succeeds, the queue pair is ready to use; when the handshake fails, it is
-//! in the error state.
+//! A [`Route`] or [`ConnectionRequest`] names the port and GID to send from, for which the caller
+//! builds a queue pair. It is ready to use when `connect` or `accept` succeeds, and in the error
+//! state when the handshake fails.
 //!
 //! Functions that return [`ConnectError`] fail with [`ConnectError::NoRuntime`] outside of a Tokio
 //! runtime with an I/O driver.
 //!
-//! The connection manager of the software device is part of the device: 127.0.0.1 and ::1 lead to
-//! any device of its network that listens there. Real devices use librdmacm.
+//! For the software device, 127.0.0.1 and ::1 lead to any device of its network that listens there.
+//! Real devices use librdmacm.
 //!
 //! ```
 //! use tokio_rdma::{CompletionMode, CompletionQueue, Device, Pool, QueuePair, cm};

@@ -64,8 +64,8 @@ impl Default for ConnectionOptions {
 }
 
 impl ConnectionOptions {
-    /// Sets the local address to connect from, which must be one of the device's. By default the
-    /// routing table selects it. Set it if that selects another device or an unwanted path.
+    /// Sets the local address to connect from, which must be one of the device's; by default the
+    /// routing table selects it.
     #[must_use]
     pub const fn source(mut self, address: IpAddr) -> Self {
         self.source = Some(address);
@@ -83,8 +83,8 @@ impl ConnectionOptions {
     /// Sets the time limit of the handshake with each address tried, and of the answer to a
     /// disconnect request. The default is 15 s.
     ///
-    /// The peer's program must accept within it. A lost message is retransmitted after 4.3 s by the
-    /// kernel's connection manager, and after 0.27 s, doubling up to 4.3 s, by the software device.
+    /// The peer's program must accept within it. The kernel retransmits a lost message after 4.3 s,
+    /// the software device after 0.27 s, doubling up to 4.3 s.
     #[must_use]
     pub const fn timeout(mut self, timeout: Duration) -> Self {
         self.timeout = timeout;
@@ -94,17 +94,15 @@ impl ConnectionOptions {
     /// Sets bytes to send with the request (at most 56) or the answer (at most 196). The default is
     /// none.
     ///
-    /// The peer receives them padded with zeros, because the messages of IBTA 12.6 do not carry
-    /// their length. If trailing zeros matter, start with the length, as
-    /// [`ConnectionConfig::user_data`](crate::ConnectionConfig::user_data) does.
+    /// The peer receives them padded with zeros. If trailing zeros matter, start with the length.
     #[must_use]
     pub fn private_data(mut self, data: impl Into<Vec<u8>>) -> Self {
         self.private_data = data.into();
         self
     }
 
-    /// Sets the maximum of outstanding READs and atomics in each direction. The default is as many
-    /// as both devices support; 0 disables them.
+    /// Sets the maximum of outstanding READs and atomics in each direction. By default, as many as
+    /// both devices support; 0 disables them.
     ///
     /// A value beyond [`DeviceAttr::max_qp_rd_atom`](crate::types::DeviceAttr) or
     /// `max_qp_init_rd_atom` is refused. The peer may agree to fewer.
@@ -117,29 +115,28 @@ impl ConnectionOptions {
     /// Probes the peer when nothing was in flight and nothing has arrived for `interval`, at least
     /// 1 ms. The default is no probes.
     ///
-    /// A side that only receives needs probes: a killed process or crashed host sends no disconnect
-    /// request, and a queue pair that sends nothing does not detect the loss.
+    /// A side that only receives needs probes, because a killed process or crashed host sends no
+    /// disconnect request.
     ///
     /// A probe is a WRITE of no bytes, which the peer's program does not see. If it is not
     /// acknowledged within the retries of [`transport`](Self::transport), the connection ends with
-    /// [`Disconnection::Silent`](super::Disconnection::Silent), the queue pair goes to the error
-    /// state, and its receives are flushed. This takes at most two intervals plus the retries.
+    /// [`Disconnection::Silent`](super::Disconnection::Silent), and the queue pair goes to the
+    /// error state. This takes at most two intervals plus the retries.
     ///
     /// - The peer's queue pair must allow REMOTE_WRITE, the default here and in librdmacm.
     ///   Otherwise the first probe ends the connection with
     ///   [`Disconnection::ProbeFailed`](super::Disconnection::ProbeFailed).
-    /// - A probe also ends the connection with `ProbeFailed` if the queue pair is in the error
-    ///   state. If the program resets the queue pair itself, probing pauses until it can post
-    ///   again.
+    /// - So does a probe on a queue pair in the error state. If the program resets the queue pair
+    ///   itself, probing pauses until it can post again.
     /// - Arrivals in a shared receive queue do not defer a probe.
     /// - An infinite acknowledgement timeout ([`AckTimeout`](crate::types::AckTimeout) code 0) is
     ///   refused.
     /// - A probe takes one entry of [`max_send_wr`](crate::op::QueuePairBuilder::max_send_wr) until
-    ///   it is acknowledged. It is posted only while nothing else is in flight. Enlarge the send
-    ///   queue by one if a `try_` method must not find it full because of a probe.
+    ///   it is acknowledged. Enlarge the send queue by one if a `try_` method must not find it full
+    ///   because of a probe.
     /// - Intervals are in real time, even if Tokio's clock is paused, except in
-    ///   [`software::drive`](crate::software::drive). A task sends the probes, so they end when the
-    ///   runtime that established the connection shuts down.
+    ///   [`software::drive`](crate::software::drive). Probes end when the runtime that established
+    ///   the connection shuts down.
     #[must_use]
     pub const fn keepalive(mut self, interval: Option<Duration>) -> Self {
         self.keepalive = interval;
@@ -148,8 +145,8 @@ impl ConnectionOptions {
 
     /// Sets this side's timeouts and retries, whatever the peer proposes.
     ///
-    /// The peer sets its own; by default it adopts what the crate proposes: 6 retries, infinite RNR
-    /// retries and, from the software device, an acknowledgement timeout of 537 ms.
+    /// The peer sets its own. By default it adopts 6 retries, infinite RNR retries and, from the
+    /// software device, an acknowledgement timeout of 537 ms.
     #[must_use]
     pub const fn transport(mut self, transport: ConnectOptions) -> Self {
         self.transport = transport;
@@ -235,14 +232,14 @@ impl ListenOptions {
     /// - The kernel counts requests that the program has not received, and rejects further ones
     ///   with reason [`CONSUMER`](crate::cm::RejectReason::CONSUMER).
     ///
-    /// An accepted request no longer counts, but holds the program's queue pair until
-    /// [`ConnectionRequest::accept`](super::ConnectionRequest::accept) returns, at the latest after
-    /// [`ConnectionOptions::timeout`]. The program must limit how many it accepts at a time.
+    /// An accepted request no longer counts, but holds a queue pair until
+    /// [`ConnectionRequest::accept`](super::ConnectionRequest::accept) returns, so limit how many
+    /// you accept at a time.
     ///
-    /// On the software device, at most 256 requests of one source and 4,096 of all sources may wait
-    /// for the program's answer or the peer's confirmation. Further peers are asked to retry. While
-    /// more than 2,048 wait, an accepted request is abandoned if its peer does not confirm within
-    /// 1.1 s. Later requests do not displace waiting ones: to withstand forged requests, use
+    /// On the software device, at most 256 requests of one source and 4,096 of all may wait for an
+    /// answer or its confirmation. Further peers are asked to retry. While more than 2,048 wait, an
+    /// accepted request is abandoned if its peer does not confirm within 1.1 s. Later requests do
+    /// not displace waiting ones: to withstand forged requests, use
     /// [`tokio_rdma::Listener`](crate::Listener).
     #[must_use]
     pub const fn backlog(mut self, requests: u32) -> Self {

@@ -1,7 +1,7 @@
 //! The event channel of each open device, and the dispatch of its events.
 //!
-//! The waker that Tokio's reactor calls in a runtime with waiting tasks ([`Reactors`]) drains the
-//! channel directly. It records each event in its id's inbox and wakes the waiters.
+//! The waker that Tokio's reactor calls ([`Reactors`]) drains the channel directly: it records each
+//! event in its id's inbox and wakes the waiters.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -96,14 +96,13 @@ fn find(routers: &[(usize, Weak<Router>)], device: &Device) -> Option<Arc<Router
 }
 
 impl Router {
-    /// Returns the router of an open device, and lets the current runtime watch it.
-    ///
-    /// It is created on first use, which may block (librdmacm reads sysfs), and dropped with its
-    /// last id.
+    /// Returns the router of an open device, and lets the current runtime watch it. It is dropped
+    /// with its last id.
     pub(super) async fn of(device: &Device) -> Result<Arc<Self>, ConnectError> {
         let router = match Self::known(device) {
             Some(router) => router,
             None if !device.may_block() => Self::make(device)?,
+            // librdmacm reads sysfs.
             None => {
                 let device = device.clone();
                 on_blocking_thread(move || Ok(Self::make(&device)?)).await?
@@ -142,8 +141,7 @@ impl Router {
         &self.device
     }
 
-    /// Creates an id without blocking: librdmacm writes one command, and the kernel takes a short
-    /// lock.
+    /// Does not block: librdmacm writes one command, and the kernel takes a short lock.
     pub(super) fn create_id(&self) -> Result<CmId, VerbError> {
         self.channel.create_id()
     }
@@ -198,16 +196,17 @@ impl Router {
         });
     }
 
-    /// Returns a runtime to spawn on: the reactor's wakers may run outside of any runtime context.
+    /// The reactor's wakers may run outside of any runtime context.
     fn runtime(&self) -> Option<Handle> {
         Handle::try_current().ok().or_else(|| self.reactors.handle(&[]))
     }
 
-    /// Dispatches at most [`QUOTA`] events; a task continues later, because a peer can cause any
-    /// number. If a drain is running, that one continues instead.
+    /// Dispatches events.
     pub(super) fn drain(self: &Arc<Self>) {
+        // A peer can cause any number of events, so a task continues after some.
         let (mut left, mut refused) = (QUOTA, Vec::new());
         loop {
+            // If another drain is running, it continues instead.
             let Some(lock) = DrainLock::try_lock(&self.drain_state) else { break };
             while left > 0 && !self.disposer.is_stalled() {
                 match self.channel.take_event() {

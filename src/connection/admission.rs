@@ -1,5 +1,3 @@
-//! Limits on the connections of a [`Listener`](super::Listener).
-
 use std::collections::BTreeMap;
 use std::fmt;
 use std::net::IpAddr;
@@ -17,8 +15,7 @@ use super::config::ConnectionConfig;
 use super::error::CloseReason;
 use crate::cm;
 
-/// Counters of a [`Listener`](super::Listener). A peer whose request is refused late repeats it,
-/// and counts again.
+/// Counters of a [`Listener`](super::Listener). A peer that repeats a refused request counts again.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct ListenerStats {
@@ -60,7 +57,6 @@ pub(super) struct Admission {
 #[derive(Debug, Default)]
 struct State {
     by_source: BTreeMap<IpAddr, u32>,
-    /// Open connections and reservations.
     connections: u32,
     stats: ListenerStats,
     /// For the shutdown, by number.
@@ -76,7 +72,7 @@ pub(super) trait Accepted: fmt::Debug + Send + Sync {
     fn closed(&self) -> BoxFuture<'_, CloseReason>;
 }
 
-/// A reserved connection, until dropped.
+/// A reserved connection. Dropping it cancels the reservation.
 pub(super) struct Admitted {
     admission: Arc<Admission>,
     source: IpAddr,
@@ -153,7 +149,6 @@ impl Admission {
         self.answering.load(Ordering::Relaxed).then_some(&self.answer)
     }
 
-    /// Decodes a request's handshake, and counts invalid ones.
     pub(super) fn handshake<'a>(
         &self,
         private_data: &'a [u8],
@@ -192,8 +187,8 @@ impl Admitted {
     }
 }
 
-/// Returns the private data with which a listener of `content` lets the peer report a defect of its
-/// handshake; empty if there is none for it.
+/// Returns the private data from which the peer learns the defect of its handshake; empty if it
+/// cannot.
 pub(super) fn rejection(error: &HandshakeError, content: Content) -> Vec<u8> {
     match error {
         HandshakeError::Content { ours, .. } => RefusalReason::OtherContent(*ours).encode(),
@@ -286,7 +281,7 @@ impl fmt::Debug for Admitted {
 #[cfg(all(test, not(loom)))]
 mod tests {
     use super::*;
-    use crate::connection::shared::Shared;
+    use crate::connection::shared::ConnectionInner;
 
     fn ip(last: u8) -> IpAddr {
         IpAddr::from([10, 0, 0, last])
@@ -297,7 +292,7 @@ mod tests {
         let config = ConnectionConfig::default().max_connections(3).max_connections_per_source(2);
         let admission = Admission::new(&config, CmAnswer::default());
         let mut ours: Vec<_> = (0..2)
-            .map(|_| admission.reserve(ip(1)).unwrap().accepted(Weak::<Shared>::new()))
+            .map(|_| admission.reserve(ip(1)).unwrap().accepted(Weak::<ConnectionInner>::new()))
             .collect();
         assert_eq!(admission.reserve(ip(1)).unwrap_err(), RefusalReason::SourceFull);
         let other = admission.reserve(ip(2)).unwrap();
@@ -307,7 +302,7 @@ mod tests {
             (2, 2),
             "one is not complete yet"
         );
-        let other = other.accepted(Weak::<Shared>::new());
+        let other = other.accepted(Weak::<ConnectionInner>::new());
         let stats = admission.stats();
         assert_eq!(
             (stats.open, stats.accepted, stats.refused_full, stats.refused_source),

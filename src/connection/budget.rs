@@ -1,5 +1,3 @@
-//! A limit on the registered buffers of many connections, which is fair among them.
-
 use std::fmt;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, LazyLock};
@@ -11,21 +9,19 @@ pub(super) const FIELD: &str = "bytes of the BufferBudget, with those left for o
 static PROCESS: LazyLock<BufferBudget> = LazyLock::new(|| BufferBudget::new(1 << 30));
 
 /// A limit on the registered bytes of receive, spare and send buffers, shared by all connections
-/// whose settings name it ([`ConnectionConfig::budget`](super::ConnectionConfig::budget)), for
-/// example those of a listener.
+/// whose [settings](super::ConnectionConfig::budget) name it.
 ///
-/// After it has grown, a connection may hold at most as many bytes as are then free, so one
-/// connection gets at most half of the budget. If the configured receive buffers do not fit, the
-/// first growth takes shorter ones. If none fit, the connection continues more slowly with its
-/// buffers, and tries again later.
+/// A connection that grows must leave as many bytes free as it then holds, so it gets at most half
+/// of the budget. If the configured receive buffers do not fit, it takes shorter ones, or tries
+/// again later.
 ///
-/// A new connection needs its first buffers, or all of them with
-/// [`preallocate`](super::ConnectionConfig::preallocate). If too few bytes are free, a listener
-/// refuses it with [`RefusalReason::OutOfBuffers`](super::RefusalReason::OutOfBuffers).
+/// If too few bytes are free for the first buffers (for all, with
+/// [`preallocate`](super::ConnectionConfig::preallocate)), a listener refuses the connection with
+/// [`RefusalReason::OutOfBuffers`](super::RefusalReason::OutOfBuffers).
 ///
-/// The budget does not count the first four short send buffers (1.5 KiB per connection), received
-/// messages that the application keeps after their connection is idle or closed, and long messages,
-/// which [`receive_memory`](super::ConnectionConfig::receive_memory) limits.
+/// It does not count the first four short send buffers (1.5 KiB per connection), messages that the
+/// application keeps after their connection is idle or closed, and long messages, which
+/// [`receive_memory`](super::ConnectionConfig::receive_memory) limits.
 ///
 /// ```
 /// use tokio_rdma::ConnectionConfig;
@@ -58,7 +54,7 @@ pub struct BudgetCounters {
     pub bytes: u64,
     /// Bytes in use.
     pub used: u64,
-    /// Requests for buffers that this budget has refused, not counting those that only a part
+    /// Requests that this budget has refused, without those that only a [part](BufferBudget::part)
     /// refused.
     pub refused: u64,
 }
@@ -149,7 +145,7 @@ impl fmt::Debug for BufferBudget {
     }
 }
 
-/// The bytes that one connection has taken from a budget. Dropping it returns them.
+/// The bytes that one connection has taken from a budget.
 #[derive(Debug)]
 pub(super) struct BudgetGuard {
     budget: BufferBudget,

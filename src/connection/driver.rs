@@ -1,7 +1,6 @@
 //! The driver: a task that runs a connection while the application is idle.
 //!
-//! Tasks that send or receive, and the waker of operations ([`DriverWaker`]), make progress
-//! themselves. Only the driver:
+//! Other tasks and the waker of operations ([`DriverWaker`]) make progress too. Only the driver:
 //!
 //! - executes deadlines (`ConnectionState::on_deadline`)
 //! - notices that the peer has disconnected (`ConnectionState::on_disconnect`)
@@ -24,12 +23,12 @@ use tokio::runtime::RuntimeFlavor;
 use tokio::task::yield_now;
 
 use super::error::CloseReason;
-use super::shared::{DriverPoll, Shared};
+use super::shared::{ConnectionInner, DriverPoll};
 use crate::clock::{self, Sleep, timeout};
 use crate::cm::CmConnection;
 
 pub(super) fn drive(
-    shared: Arc<Shared>,
+    shared: Arc<ConnectionInner>,
     link: Option<Arc<CmConnection>>,
 ) -> impl Future<Output = ()> + Send {
     // Created before the first poll: a runtime may drop an unpolled task.
@@ -89,7 +88,7 @@ async fn disconnected(link: Option<Arc<CmConnection>>) {
 }
 
 fn poll(
-    shared: &Shared,
+    shared: &ConnectionInner,
     sleep: &mut Sleep,
     disconnected: Pin<&mut impl Future<Output = ()>>,
     context: &mut Context<'_>,
@@ -111,7 +110,7 @@ fn poll(
 
 /// Terminates the connection and shuts down its queue pair if the runtime drops the driver.
 struct ShutdownGuard {
-    shared: Option<Arc<Shared>>,
+    shared: Option<Arc<ConnectionInner>>,
 }
 
 impl Drop for ShutdownGuard {

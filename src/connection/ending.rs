@@ -1,5 +1,3 @@
-//! Termination of a connection.
-
 use std::task::{Context, Poll, Waker};
 use std::time::Duration;
 
@@ -18,7 +16,7 @@ use super::state::{BATCH, ConnectionState};
 use crate::waiters::{Caller, Ticket};
 
 impl ConnectionState {
-    /// Handles a failed operation, which has failed the queue pair, too. Finds the first cause.
+    /// Handles a failed operation, which has failed the queue pair, too.
     pub(super) fn on_failure(
         &mut self,
         failure: CloseReason,
@@ -126,8 +124,7 @@ impl ConnectionState {
         }
     }
 
-    /// Detaches all operations except `abort` and receives, and drops messages that can no longer
-    /// be received.
+    /// Detaches all operations except `abort` and receives.
     fn release(&mut self, abort: Option<Sent>) {
         let Some(Outcome { reason, readable }) = self.protocol.phase().outcome() else {
             unreachable!("only termination releases")
@@ -236,8 +233,8 @@ impl ConnectionState {
         self.act(actions);
     }
 
-    /// Terminates at once. Nothing is posted afterwards, neither by the connection nor by the
-    /// application. Queued operations, and an `Abort` behind them, are not awaited.
+    /// Terminates at once. Nothing is posted afterwards, not even queued operations or an `Abort`
+    /// behind them.
     pub(crate) fn abort(&mut self, reason: CloseReason, driver: &Waker) {
         if self.close_reason().is_some() {
             return;
@@ -255,8 +252,8 @@ impl ConnectionState {
         self.on(Event::Abort(reason));
     }
 
-    /// Returns true if the peer's device has acknowledged all frames of a dropped connection, of
-    /// which the `Abort` is the last.
+    /// Returns true if the peer's device has acknowledged the `Abort`, the last frame of a dropped
+    /// connection.
     pub(super) fn is_abort_acknowledged(&mut self, driver: &Waker) -> bool {
         let context = &mut Context::from_waker(driver);
         let last = self.outbox.sends.len().checked_sub(1);

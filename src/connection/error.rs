@@ -1,5 +1,3 @@
-//! Errors of messages and connections.
-
 use std::fmt;
 use std::io;
 use std::net::SocketAddr;
@@ -34,8 +32,8 @@ pub enum MessageError {
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum TrySendError {
-    /// The peer has no free receive, there is no free send buffer or send memory, or other sends
-    /// wait. Holds the message, which was not sent.
+    /// A credit, a send buffer or send memory is missing, or other sends wait. Holds the message,
+    /// which was not sent.
     Full(Bytes),
     /// The message cannot be sent.
     Failed(MessageError),
@@ -55,8 +53,8 @@ pub enum CloseReason {
     Dropped,
     /// The connection manager reported a disconnect before the peer finished.
     Disconnected,
-    /// The listener does not know the connection, although it had answered the request: it evicted
-    /// the handshake before the confirmation arrived, which forged requests can cause, or another
+    /// The listener had answered the request but does not know the connection: it evicted the
+    /// handshake before the confirmation arrived, which forged requests can cause, or another
     /// process has taken its place. It received no message. Connect again.
     Unconfirmed,
     /// The listener reached a connection limit after it had answered this request; its application

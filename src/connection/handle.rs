@@ -1,5 +1,3 @@
-//! The handle of a connection.
-
 mod polled;
 mod prepared;
 
@@ -23,7 +21,7 @@ use super::inbox::Next;
 use super::notifications::Notifications;
 use super::outbound::{Flush, Outgoing};
 use super::resources::{ConnectionResources, ResourceCache};
-use super::shared::{Shared, WaitGuard};
+use super::shared::{ConnectionInner, WaitGuard};
 use super::state::{ConnectionCounters, ConnectionState};
 use crate::clock;
 use crate::cm;
@@ -63,9 +61,9 @@ use rdma_provider::cm_contract::MAX_REQUEST_DATA;
 /// # Sink and stream
 ///
 /// Each handle is a [`Sink`] and a [`Stream`] of messages, too. The sink holds one message that
-/// could not be sent yet. [`send`](Self::send) on the same handle overtakes it, but sends of other
-/// handles wait for it: poll the sink, or drop the handle. `SinkExt::close` sends the message and
-/// finishes; dropping the handle does neither.
+/// could not be sent yet. [`send`](Self::send) on the same handle overtakes it, but other handles
+/// wait for it: poll the sink, or drop the handle. `SinkExt::close` sends the message and finishes;
+/// dropping the handle does neither.
 ///
 /// # Closing
 ///
@@ -77,23 +75,22 @@ use rdma_provider::cm_contract::MAX_REQUEST_DATA;
 /// [`OpErrorKind::Closed`](crate::OpErrorKind::Closed).
 ///
 /// Dropping the last handle after `recv` has returned `None` finishes, without a report whether the
-/// last messages arrived. Otherwise the peer is notified if possible ([`CloseReason::Dropped`]).
-/// Both continue in the background for at most one second; messages not fetched by then are lost.
+/// last messages arrived. Otherwise it aborts ([`CloseReason::Dropped`]). Both continue in the
+/// background for at most one second; messages not fetched by then are lost.
 ///
 /// # One-sided operations
 ///
 /// [`read`](Self::read), [`write`](Self::write), atomics and [batches](Self::post_batch) are those
-/// of [`QueuePair`], with the same errors, which return any buffers. They queue with messages in
-/// FIFO order: thousands of them delay messages and answers to the peer. An operation that fails at
-/// the peer closes the connection.
+/// of [`QueuePair`], with the same errors. They queue with messages in FIFO order, so thousands of
+/// them delay messages and answers to the peer. An operation that fails at the peer closes the
+/// connection.
 ///
 /// # Cancel safety
 ///
 /// A dropped future loses no message: its `send` has sent nothing, and the next `recv` returns the
 /// message. Dropping the future of a one-sided operation does not stop the
-/// [`Operation`](crate::op::Operation). The [`Sink`] sends what `start_send` was given once it is
-/// polled again, even if its futures are dropped; the futures of the [`Stream`] lose nothing
-/// either.
+/// [`Operation`](crate::op::Operation). The [`Sink`] keeps what `start_send` was given, and sends
+/// it once it is polled again.
 ///
 /// [`Sink`]: futures::Sink
 /// [`Stream`]: futures::Stream
@@ -103,10 +100,10 @@ pub struct Connection {
 }
 
 pub(crate) struct Handle {
-    /// Pools of [`Connection::try_alloc`]. Dropped before `shared`, whose last reference leaves the
-    /// protection domain to other connections.
+    /// Dropped before `shared`, whose last reference leaves the protection domain to other
+    /// connections.
     pub(crate) buffers: [OnceLock<Pool>; 2],
-    pub(crate) shared: Arc<Shared>,
+    pub(crate) shared: Arc<ConnectionInner>,
     close_timeout: Duration,
     pub(crate) buffer_size: usize,
     peer: Handshake,
@@ -154,7 +151,7 @@ impl Drop for Handle {
 }
 
 impl Connection {
-    /// Connects with default settings; see [`connect_with`](Self::connect_with).
+    /// Like [`connect_with`](Self::connect_with), with default settings.
     ///
     /// # Errors
     ///
@@ -184,7 +181,7 @@ impl Connection {
     /// - [`EstablishError::Refused`]: a connection limit of the listener, or its shutdown.
     ///
     /// Addresses whose path differs from [`peer`](ConnectionConfig::peer) or
-    /// [`source`](ConnectionConfig::source) are skipped. If none is left, the error is
+    /// [`source`](ConnectionConfig::source) are skipped; if none is left, the error is
     /// [`ConnectError::Setup`](cm::ConnectError::Setup) with [`SetupError::Mismatch`].
     ///
     /// # Cancel safety
@@ -221,10 +218,9 @@ impl Connection {
         Box::pin(connecting).await
     }
 
-    /// Creates a queue pair in INIT with posted receives, for applications with their own control
-    /// plane. Exchange [`PreparedConnection::endpoint`] and [`PreparedConnection::handshake`] with
-    /// the peer. On a port with several GIDs, set [`ConnectionConfig::peer`] or
-    /// [`ConnectionConfig::source`].
+    /// Prepares a connection that applications with their own control plane establish: exchange
+    /// [`PreparedConnection::endpoint`] and [`PreparedConnection::handshake`] with the peer. On a
+    /// port with several GIDs, set [`ConnectionConfig::peer`] or [`ConnectionConfig::source`].
     ///
     /// # Errors
     ///
@@ -240,9 +236,9 @@ impl Connection {
         PreparedConnection::new(resources, config, |builder| builder.path(config.path.clone()))
     }
 
-    /// Sends a message. The future is ready when the message is queued; [`flush`](Self::flush)
-    /// waits for its arrival. Until then, `send` waits for a credit of the peer, and for
-    /// [`send_memory`](ConnectionConfig::send_memory) if the message is long.
+    /// Sends a message. Waits for a credit of the peer and, if the message is long, for
+    /// [`send_memory`](ConnectionConfig::send_memory). [`flush`](Self::flush) waits for its
+    /// arrival.
     ///
     /// Messages up to [`max_eager`](ConnectionConfig::max_eager) are copied; the peer reads longer
     /// ones. If at least 4 KiB are part of a registered buffer, for example one that was received,
@@ -250,10 +246,9 @@ impl Connection {
     ///
     /// # Errors
     ///
-    /// [`MessageError::TooLong`], [`MessageError::Finished`] after [`finish`](Self::finish),
-    /// [`MessageError::Register`] if a long message cannot be registered, or
+    /// [`MessageError::TooLong`], [`MessageError::Finished`], [`MessageError::Register`], or
     /// [`MessageError::Closed`] on a closed connection, which also loses messages in flight.
-    /// Nothing of this message was sent; see [`MessageError::outcome`].
+    /// Nothing of this message was sent.
     ///
     /// # Cancel safety
     ///
@@ -264,8 +259,8 @@ impl Connection {
         self.send_outgoing(Outgoing::of(&message, buffer.as_ref())).await
     }
 
-    /// Sends a registered buffer as a message like [`send`](Self::send), without a copy if it
-    /// belongs to the connection's [protection domain](Self::protection_domain), as buffers of
+    /// Like [`send`](Self::send), but sends a registered buffer without a copy if it belongs to the
+    /// connection's [protection domain](Self::protection_domain), as buffers of
     /// [`try_alloc`](Self::try_alloc) do. The buffer returns to its pool when the peer's device has
     /// the message and the last view is dropped.
     ///
@@ -281,10 +276,9 @@ impl Connection {
         self.send_outgoing(Outgoing::Buffer(&buffer)).await
     }
 
-    /// Sends the concatenation of `parts` as one message like [`send`](Self::send). Up to
-    /// [`max_eager`](ConnectionConfig::max_eager), each part is copied once, into registered
-    /// buffers. Longer messages of several parts are first copied into one allocation, which does
-    /// not count as `send_memory` while it waits. Without parts, the message is empty.
+    /// Like [`send`](Self::send), but sends the concatenation of `parts` as one message. Messages
+    /// longer than [`max_eager`](ConnectionConfig::max_eager) are first copied into one allocation,
+    /// which does not count as `send_memory` while it waits. Without parts, the message is empty.
     ///
     /// # Errors
     ///
@@ -306,8 +300,7 @@ impl Connection {
         self.send_outgoing(Outgoing::Parts(parts)).await
     }
 
-    /// Sends a message during this call, like [`send`](Self::send), or returns it if it would have
-    /// to wait.
+    /// Like [`send`](Self::send), but returns the message if it would have to wait.
     ///
     /// # Errors
     ///
@@ -326,8 +319,8 @@ impl Connection {
 
     /// Returns the next message, or `None` after the peer has finished.
     ///
-    /// Messages up to 256 bytes are copied, as are all until the connection has
-    /// [grown](ConnectionConfig::preallocate), and all while the application holds
+    /// Messages up to 256 bytes are copied. So are all until the connection has
+    /// [grown](ConnectionConfig::preallocate), and while the application holds
     /// [`spare_buffers`](ConnectionConfig::spare_buffers) messages. The buffer of any other message
     /// is reused when the last clone is dropped.
     ///
@@ -349,16 +342,15 @@ impl Connection {
         .await
     }
 
-    /// Returns the next message in memory that is registered in the connection's [protection
-    /// domain](Self::protection_domain), or `None` after the peer has finished. The buffer can be
-    /// [sent](Self::send_buffer) or used in another operation without a copy.
+    /// Like [`recv`](Self::recv), but returns memory that is registered in the connection's
+    /// [protection domain](Self::protection_domain), for operations without a copy.
     ///
-    /// A message in one frame stays in its receive buffer if a [spare
-    /// buffer](ConnectionConfig::spare_buffers) is free, and occupies it until the last view is
-    /// dropped, however short the message is. A long message stays where it was fetched, up to 1
-    /// MiB. Any other message is copied once into a buffer as from [`try_alloc`](Self::try_alloc).
-    /// Copies do not count as [`receive_memory`](ConnectionConfig::receive_memory). Above 64 KiB,
-    /// memory for the copy is registered during the call, which may take milliseconds.
+    /// A message in one frame stays in its receive buffer, however short it is, if a [spare
+    /// buffer](ConnectionConfig::spare_buffers) is free. A long message stays where it was fetched,
+    /// up to 1 MiB. Any other message is copied once, into a buffer as from
+    /// [`try_alloc`](Self::try_alloc), which does not count as
+    /// [`receive_memory`](ConnectionConfig::receive_memory). Above 64 KiB, memory for the copy is
+    /// registered during the call, which may take milliseconds.
     ///
     /// # Errors
     ///
@@ -401,7 +393,7 @@ impl Connection {
     }
 
     /// Returns the stream of the peer's WRITEs with immediate data. It ends after the peer has
-    /// finished, or after an error. Messages and notifications are not ordered among each other.
+    /// finished, or after an error. Their order relative to messages is undefined.
     ///
     /// ```
     /// use futures::StreamExt;
@@ -465,14 +457,14 @@ impl Connection {
     }
 
     /// Finishes, waits until the peer has finished and all messages have arrived, and closes the
-    /// queue pair. Discards unreceived messages; receive until `None` first to keep them.
+    /// queue pair. Unreceived messages are discarded; receive until `None` first to keep them.
     ///
     /// # Errors
     ///
-    /// [`MessageError::Closed`] unless closed cleanly; after
-    /// [`close_timeout`](ConnectionConfig::close_timeout) with [`CloseReason::CloseTimeout`]. While
-    /// the listener [shuts down](super::Listener::shutdown), with [`CloseReason::Local`] if the
-    /// peer has all messages but does not finish within a second.
+    /// [`MessageError::Closed`] unless closed cleanly: [`CloseReason::CloseTimeout`] after
+    /// [`close_timeout`](ConnectionConfig::close_timeout), or, during the
+    /// [shutdown](super::Listener::shutdown) of the listener, [`CloseReason::Local`] if the peer
+    /// has all messages but does not finish within a second.
     ///
     /// # Cancel safety
     ///
@@ -504,9 +496,8 @@ impl Connection {
     /// second, or when the runtime shuts down. [`close`](Self::close) waits for that.
     ///
     /// The peer gets [`CloseReason::Dropped`], or [`CloseReason::Disconnected`] if the connection
-    /// manager is faster; to give a reason, send a message first. The `Abort` frame is not sent
-    /// behind queued operations, without a credit, before the peer has established the connection,
-    /// or if the runtime shuts down. Without a connection manager, the peer then notices only by
+    /// manager is faster. If the `Abort` cannot be sent, for example for lack of a credit or behind
+    /// queued operations, a peer without a connection manager notices the end only by
     /// [`keepalive`](ConnectionConfig::keepalive) or a failed operation.
     pub fn abort(&self) {
         self.handle.shared.abort(CloseReason::Aborted);
@@ -518,8 +509,8 @@ impl Connection {
         self.handle().close_reason()
     }
 
-    /// Waits until the connection has closed, for any reason, and returns the reason. This does not
-    /// close the connection. Messages that have arrived can still be received, except after
+    /// Waits until the connection has closed, and returns the reason. Does not close the
+    /// connection. Messages that have arrived can still be received, except after
     /// [`close`](Self::close) and [`abort`](Self::abort). Use it to notice a lost peer while
     /// waiting for other events:
     ///
@@ -599,8 +590,7 @@ impl Connection {
         Self { handle, polled: Polled::default() }
     }
 
-    /// Withdraws the sink of this handle from the queue: if it is not polled, it must not block
-    /// later sends.
+    /// Withdraws the sink of this handle from the queue, where it would block later sends.
     pub(super) fn withdraw_sink(&self) {
         if let mut left @ Some(_) = self.polled.sending {
             self.handle.shared.with(|state, _| state.withdraw_sender(&mut left));
@@ -634,14 +624,13 @@ impl Connection {
         self.handle.clone()
     }
 
-    /// Returns the queue pair. Callers must not SEND on it: the peer would take that for a frame.
+    /// Callers must not SEND on it: the peer would take that for a frame.
     pub(super) fn qp(&self) -> &QueuePair {
         &self.handle().shared.qp
     }
 }
 
-/// Returns another handle of the same connection. A message that waits in the sink of the original
-/// stays there.
+/// A message that waits in the sink of the original stays there.
 impl Clone for Connection {
     fn clone(&self) -> Self {
         Self::new(self.handle.clone())
@@ -658,9 +647,9 @@ impl fmt::Debug for Connection {
     }
 }
 
-/// A flush in progress. Dropping it withdraws the waiter.
+/// A waiting flush. Dropping it withdraws the waiter.
 struct FlushGuard<'a> {
-    shared: &'a Shared,
+    shared: &'a ConnectionInner,
     flush: Flush,
 }
 

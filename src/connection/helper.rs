@@ -1,20 +1,18 @@
-//! The thread of a connection that runs its blocking jobs.
-
 use std::sync::Weak;
 
 use rdma_message_proto::lifecycle::Event;
 
 use super::error::CloseReason;
-use super::shared::Shared;
+use super::shared::ConnectionInner;
 
 /// At most one per connection, whatever the peer offers.
 pub(super) struct Helper {
-    shared: Weak<Shared>,
+    shared: Weak<ConnectionInner>,
     running: bool,
 }
 
 impl Helper {
-    pub(super) fn new(shared: Weak<Shared>) -> Self {
+    pub(super) fn new(shared: Weak<ConnectionInner>) -> Self {
         Self { shared, running: true }
     }
 

@@ -1,5 +1,3 @@
-//! Receives messages and notifications.
-
 use std::task::{Poll, Waker};
 
 use bytes::Bytes;
@@ -75,8 +73,7 @@ impl ConnectionState {
         self.poll_message(Self::take_message, ticket, driver, caller)
     }
 
-    /// Returns the next message in registered memory, or `None` after the last. A copy uses
-    /// `memory`.
+    /// Uses `memory` for a copy.
     pub(super) fn poll_recv_buffer(
         &mut self,
         memory: &mut Option<BufMut>,
@@ -106,7 +103,7 @@ impl ConnectionState {
     }
 
     /// Calls `take` for the next message. If that leaves the message in the inbox, a queued
-    /// receiver keeps its position; without a ticket, another receiver may take the message first.
+    /// receiver keeps its position.
     pub(super) fn poll_message<T>(
         &mut self,
         take: impl FnOnce(&mut Self) -> Option<T>,
@@ -128,7 +125,6 @@ impl ConnectionState {
         Poll::Pending
     }
 
-    /// Calls `take` for the next message. Returns `None` if the task must wait.
     fn next<T>(
         &mut self,
         take: impl FnOnce(&mut Self) -> Option<T>,
@@ -200,7 +196,7 @@ impl ConnectionState {
         })
     }
 
-    /// Takes the first message if its memory is registered or `memory` is long enough for a copy.
+    /// Returns `None` if the message needs a copy and `memory` is too short.
     fn take_registered(&mut self, memory: &mut Option<BufMut>) -> Option<Next> {
         let open = self.close_reason().is_none();
         let mut spare = None;
@@ -267,7 +263,7 @@ impl ConnectionState {
         Some(taken)
     }
 
-    /// Passes the frames of a message to `append` in order, and reposts their buffers.
+    /// Passes the frames of a message to `append`, and reposts their buffers.
     pub(super) fn join(
         &mut self,
         parts: usize,
@@ -289,8 +285,7 @@ impl ConnectionState {
         }
     }
 
-    /// Returns a buffer's message. Posts a spare buffer instead, or copies the message if none is
-    /// free.
+    /// Posts a spare buffer instead, or copies the message if none is free.
     fn message_in(&mut self, buffer: BufMut, open: bool) -> Bytes {
         if !self.receives.copies_out(&buffer) {
             match self.receives.spare() {

@@ -22,16 +22,16 @@ pub struct Notification {
 #[derive(Debug, Default)]
 pub(super) struct Inbox {
     pub(super) messages: VecDeque<Incoming>,
-    /// Parts of messages of several frames, in order. They keep their receives, which limits them.
+    /// Parts of messages of several frames. They keep their receives, which limits them.
     parts: VecDeque<BufMut>,
     /// Number of the first message.
     pub(super) base: u64,
-    /// Numbers of the offers that wait for a fetch or are being fetched.
+    /// Numbers of the offers that are not fetched yet.
     pub(super) waiting: VecDeque<u64>,
     pub(super) fetching: VecDeque<u64>,
     pub(super) memory: u64,
     pub(super) lost: bool,
-    /// Notifications that the application has not taken. Each keeps a credit of the peer.
+    /// Each keeps a credit of the peer until the application takes it.
     pub(super) notifications: VecDeque<Notification>,
     /// Number of the first message that is not delivered because the listener shuts down.
     drained_at: Option<u64>,
@@ -119,7 +119,6 @@ impl Inbox {
         self.parts.push_back(part);
     }
 
-    /// Adds the last frame of a message of `len` bytes, which follows `parts` frames.
     pub(super) fn push_last(&mut self, parts: usize, last: BufMut, len: usize) {
         self.push(Incoming::Arrived(match parts {
             0 => Arrived::Buffered(last),
@@ -127,7 +126,6 @@ impl Inbox {
         }));
     }
 
-    /// Takes the first part of the first message, which is [fragmented](Arrived::Fragmented).
     pub(super) fn take_part(&mut self) -> BufMut {
         match self.parts.pop_front() {
             Some(part) => part,
@@ -151,7 +149,6 @@ impl Inbox {
         self.messages.front().is_some_and(Incoming::is_ready)
     }
 
-    /// Ends the inbox after the messages in it.
     pub(super) fn drain(&mut self) {
         self.drained_at.get_or_insert(self.base + self.messages.len() as u64);
     }

@@ -1,12 +1,9 @@
-//! Blocking jobs of a connection.
-
 use std::collections::VecDeque;
 
 use super::message_memory::Job;
 
 #[derive(Debug, Default)]
 pub(super) enum Jobs {
-    /// No jobs and no thread.
     #[default]
     None,
     /// Jobs for a thread that is not started yet.
@@ -36,7 +33,7 @@ impl Jobs {
         starts
     }
 
-    /// Removes the next job. If there is none, the thread exits.
+    /// Without a next job, the thread exits.
     pub(super) fn pop(&mut self) -> Option<Job> {
         let (Self::Queued(jobs) | Self::Running(jobs)) = self else { return None };
         let next = jobs.pop_front();
@@ -46,7 +43,7 @@ impl Jobs {
         next
     }
 
-    /// Removes all jobs, which makes the thread exit.
+    /// Makes the thread exit.
     pub(super) fn take(&mut self) -> VecDeque<Job> {
         match self {
             Self::None => VecDeque::new(),

@@ -1,5 +1,3 @@
-//! A listener for connections from peers.
-
 mod backlog;
 mod request;
 
@@ -119,9 +117,9 @@ enum Next {
 }
 
 impl Handshakes {
-    /// Returns the index in `running` of the handshake to evict: the oldest evictable one of age
-    /// [`GRACE`] of the source with the most. Otherwise the error is the time at which the next
-    /// handshake reaches that age, or `None` if none is evictable.
+    /// Returns the index in `running` of the handshake to evict: of the source with the most, the
+    /// oldest of age [`GRACE`]. Otherwise returns the time at which the next one reaches that age,
+    /// if any does.
     fn victim(&self) -> Result<usize, Option<Instant>> {
         let now = clock::now();
         let mut counts: HashMap<IpAddr, usize> = HashMap::new();
@@ -144,7 +142,7 @@ impl Handshakes {
 }
 
 impl Listener {
-    /// Listens with default settings; see [`bind_with`](Self::bind_with).
+    /// Like [`bind_with`](Self::bind_with), with default settings.
     ///
     /// # Errors
     ///
@@ -226,23 +224,22 @@ impl Listener {
         self.acceptor.cache.device()
     }
 
-    /// Returns the next established connection. Rejects peers with another protocol or beyond
-    /// [`max_connections`](ConnectionConfig::max_connections) or
-    /// [`max_connections_per_source`](ConnectionConfig::max_connections_per_source), and skips
-    /// peers that do not confirm. [`stats`](Self::stats) counts both. To decide about each peer,
-    /// use [`request`](Self::request).
+    /// Returns the next established connection. Rejects peers with another protocol or beyond a
+    /// [limit](ConnectionConfig::max_connections), and skips peers that do not confirm;
+    /// [`stats`](Self::stats) counts both. To decide about each peer, use
+    /// [`request`](Self::request).
     ///
     /// Tasks in the runtime of [`bind`](Self::bind), which must run meanwhile, establish
-    /// connections even before `accept` is called. If that runtime has shut down, the next call
-    /// starts them in its own. Up to [`handshakes`](ConnectionConfig::handshakes) run at once, and
-    /// up to [`backlog`](ConnectionConfig::backlog) connections wait for `accept`. Connections are
-    /// returned in order of completion, so slow peers delay no other.
+    /// connections even before `accept` is called: up to
+    /// [`handshakes`](ConnectionConfig::handshakes) at once, until
+    /// [`backlog`](ConnectionConfig::backlog) connections wait. If that runtime has shut down, the
+    /// next call starts them in its own. Slow peers delay no other.
     ///
     /// The software device answers requests itself, as a kernel does for TCP. An unconfirmed peer
-    /// costs a record of about 1 KiB. At 256 records of a source its oldest is evicted; at 4,096 in
-    /// total, the oldest of the source with the most. On a real device, or if the settings restrict
-    /// the [peer](ConnectionConfig::peer) or [source](ConnectionConfig::source), each request
-    /// starts a handshake instead.
+    /// costs a record of about 1 KiB. Beyond 256 records of a source its oldest is evicted; beyond
+    /// 4,096 in total, the oldest of the source with the most. On a real device, or if the settings
+    /// restrict the [peer](ConnectionConfig::peer) or [source](ConnectionConfig::source), each
+    /// request starts a handshake instead.
     ///
     /// # Errors
     ///
@@ -274,14 +271,13 @@ impl Listener {
     /// protocol.
     ///
     /// From the first call until the next [`accept`](Self::accept), the listener establishes no
-    /// connection itself. Connections that it established before come first, as requests: accepting
-    /// one returns the connection with the listener's settings, and
-    /// [rejecting](ConnectionRequest::reject) aborts it. With a
-    /// [`backlog`](ConnectionConfig::backlog) of 0 there are none unless `accept` was called.
+    /// connection itself. Connections that it established before come first, as requests that keep
+    /// the listener's settings. With a [`backlog`](ConnectionConfig::backlog) of 0 there are none
+    /// unless `accept` was called.
     ///
     /// A request's address may be forged, yet accepting it holds a queue pair and buffers until
     /// confirmation or [eviction](ConnectionRequest::accept_with). For untrusted peers use
-    /// `accept`, or a limited number of tasks.
+    /// `accept`, or a limited number of tasks that accept.
     ///
     /// # Errors
     ///
@@ -301,18 +297,16 @@ impl Listener {
     }
 
     /// Stops listening, lets the applications of the accepted connections finish, and waits for at
-    /// most `limit` until all of these are closed. Then it aborts the rest, which takes at most two
-    /// more seconds: one for the acknowledgement of the peer's device, and one to flush.
+    /// most `limit` until these are closed. Then it aborts the rest, which takes at most two more
+    /// seconds.
     ///
-    /// 1. The address is released. Requests are rejected, and connections that were not accepted
-    ///    are aborted.
+    /// 1. The address is released, and connections that were not accepted are aborted.
     /// 2. Each connection receives the messages that have arrived, and then `None`, as if the peer
     ///    had finished. If the application answers each message, and then calls
-    ///    [`close`](Connection::close) or drops the connection, all requests that have arrived are
-    ///    answered. Later ones are discarded: their clients receive `None` instead of an answer.
+    ///    [`close`](Connection::close) or drops the connection, all these requests are answered.
+    ///    Later ones are discarded, and their clients receive `None` instead of an answer.
     /// 3. A peer that has received everything has one second to finish, instead of
-    ///    [`close_timeout`](ConnectionConfig::close_timeout). An idle peer that does not notice the
-    ///    end thus delays the shutdown by a second.
+    ///    [`close_timeout`](ConnectionConfig::close_timeout).
     ///
     /// ```
     /// use std::time::Duration;
@@ -580,7 +574,7 @@ async fn establish(request: Requested) -> Established {
     result.map(Unaccepted::new)
 }
 
-/// The driver of a listener. No other one is started until it is dropped.
+/// The only driver of a listener, until it is dropped.
 struct Driver(Arc<Acceptor>);
 
 impl Driver {

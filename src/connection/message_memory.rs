@@ -24,8 +24,7 @@ const MAX_READS: usize = 2;
 const MIN_BUFFER: usize = 16 << 10;
 
 /// Registered buffers up to [`READ_LEN`], in powers of two. They are pooled because registration
-/// takes longer than a fetch. It and deregistration may take milliseconds, so [`Job`]s do them
-/// without locks.
+/// takes longer than a fetch: perhaps milliseconds, so [`Job`]s do it without locks.
 #[derive(Debug)]
 pub(super) struct FetchMemory {
     pools: Arc<Pools>,
@@ -48,7 +47,7 @@ impl FetchMemory {
         Self { pools: Arc::new(Pools { pd: pd.clone(), by_size }), pooled: 0, max_pooled }
     }
 
-    /// Returns a buffer for message `number`, or a job to prepare one.
+    /// Returns a buffer, or a job to prepare one.
     pub(super) fn find(&mut self, number: u64, len: u64) -> Result<BufMut, Job> {
         let target = match size_of_buffer(len) {
             None => Target::Parts,
@@ -81,18 +80,15 @@ impl FetchMemory {
         self.pooled
     }
 
-    /// Returns memory of the same limits without pooled buffers.
     pub(super) fn emptied(&self) -> Self {
         Self::new(&self.pools.pd, self.max_pooled)
     }
 
-    /// Returns unused reserved bytes.
     pub(super) fn cancel_reservation(&mut self, bytes: u64) {
         self.pooled -= bytes;
     }
 }
 
-/// Returns the index and size of the pool for `len`; `None` above [`READ_LEN`].
 fn size_of_buffer(len: u64) -> Option<(usize, u64)> {
     let size = len.checked_next_power_of_two()?.max(MIN_BUFFER as u64);
     (size <= READ_LEN).then(|| ((size / MIN_BUFFER as u64).ilog2() as usize, size))
@@ -157,7 +153,7 @@ impl Job {
 }
 
 impl Pools {
-    /// Registers memory. Also returns how many reserved bytes were not pooled.
+    /// Also returns how many reserved bytes were not pooled.
     fn register(&self, len: u64, target: Target) -> (Result<JobOutput, SetupError>, u64) {
         let Ok(bytes) = usize::try_from(len) else {
             return (
@@ -219,7 +215,7 @@ fn release(region: ExposedRegion) -> Result<Bytes, CloseReason> {
     })
 }
 
-/// Allocates zeroed memory. `vec!` would abort the process if a peer's length is too large.
+/// Unlike `vec!`, this does not abort the process if a peer's length is too large.
 fn zeroed(len: usize) -> Result<Vec<u8>, SetupError> {
     let mut memory = Vec::new();
     memory

@@ -6,13 +6,12 @@ use futures::Stream;
 
 use super::error::MessageError;
 use super::inbox::Notification;
-use super::shared::{Shared, WaitGuard};
+use super::shared::{ConnectionInner, WaitGuard};
 use super::state::ConnectionState;
 use crate::coop::within_budget;
 
-/// The stream of a peer's WRITEs with immediate data; see
-/// [`Connection::notifications`](super::Connection::notifications). Streams of the same connection
-/// share the notifications.
+/// The stream of [`Connection::notifications`](super::Connection::notifications). Streams of the
+/// same connection share the notifications.
 ///
 /// # Cancel safety
 ///
@@ -24,7 +23,7 @@ pub struct Notifications<'a> {
 }
 
 impl<'a> Notifications<'a> {
-    pub(super) fn new(shared: &'a Shared) -> Self {
+    pub(super) fn new(shared: &'a ConnectionInner) -> Self {
         Self { guard: WaitGuard::new(shared, ConnectionState::withdraw_notified), ended: false }
     }
 }

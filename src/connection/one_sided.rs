@@ -1,7 +1,7 @@
 //! One-sided operations on the peer's memory.
 //!
-//! Of the operations that consume a receive of the peer, only [`Connection::write_with_imm`] is
-//! offered, which waits for a credit: the peer would take others for frames.
+//! The only one-sided operation that consumes a receive of the peer is
+//! [`Connection::write_with_imm`], which waits for a credit: the peer would take others for frames.
 
 use std::future::poll_fn;
 use std::ops::Range;
@@ -66,7 +66,7 @@ impl Connection {
         ExposedRegion::new(self.protection_domain(), memory, access)
     }
 
-    /// Grants the peer of this connection temporary access to a part of a region; see
+    /// Grants the peer temporary access to a part of a region; see
     /// [`QueuePair::lease`](crate::QueuePair::lease). Send the [`grant`](crate::op::Lease::grant)
     /// in a message. With a [deadline](crate::op::Lease::expire_at), the access ends even if the
     /// peer is lost.
@@ -100,20 +100,20 @@ impl Connection {
         Ok(buffer)
     }
 
-    /// Writes to the peer's memory; see [`QueuePair::write`](crate::QueuePair::write). A message
-    /// sent afterwards makes the data visible to the peer.
+    /// Writes to the peer's memory like [`QueuePair::write`](crate::QueuePair::write). The data is
+    /// visible to the peer when it receives a message sent afterwards.
     pub fn write<B: Gather>(&self, buffer: B, remote: RemoteRegion) -> Write<B> {
         self.qp().destination().post(SendRequest::write(remote), buffer)
     }
 
-    /// Writes `bytes`, which are copied at once. Fails with
+    /// Like [`write`](Self::write), but copies `bytes` at once. Fails with
     /// [`OpErrorKind::Limit`](crate::OpErrorKind::Limit) above
     /// [`max_inline`](super::ConnectionConfig::max_inline) bytes.
     pub fn write_inline(&self, bytes: &[u8], remote: RemoteRegion) -> Write<()> {
         self.qp().destination().post_inline(SendRequest::write(remote), bytes)
     }
 
-    /// Writes to the peer's memory like [`write`](Self::write), and notifies the peer: its
+    /// Like [`write`](Self::write), but also notifies the peer: its
     /// [`notifications`](Self::notifications) yield `imm` and the length, and the data is then
     /// visible. The WRITE may be empty.
     ///
@@ -154,26 +154,23 @@ impl Connection {
         }
     }
 
-    /// Reads the peer's memory; see [`QueuePair::read`](crate::QueuePair::read). After an error,
-    /// the content of the buffer is arbitrary. If the future is dropped, the device still fills the
-    /// buffer, which then returns to its pool.
+    /// Reads the peer's memory like [`QueuePair::read`](crate::QueuePair::read). After an error,
+    /// the content of the buffer is arbitrary.
     pub fn read<B: Scatter>(&self, buffer: B, remote: RemoteRegion) -> Read<B> {
         self.qp().destination().post(SendRequest::read(remote), buffer)
     }
 
-    /// Compares and swaps a word of the peer's memory; see
-    /// [`QueuePair::compare_swap`](crate::QueuePair::compare_swap).
+    /// Compares and swaps like [`QueuePair::compare_swap`](crate::QueuePair::compare_swap).
     pub fn compare_swap(&self, remote: RemoteRegion, compare: u64, swap: u64) -> Atomic {
         self.qp().destination().post_atomic(AtomicRequest::compare_swap(remote, compare, swap))
     }
 
-    /// Adds to a word of the peer's memory; see
-    /// [`QueuePair::fetch_add`](crate::QueuePair::fetch_add).
+    /// Adds like [`QueuePair::fetch_add`](crate::QueuePair::fetch_add).
     pub fn fetch_add(&self, remote: RemoteRegion, add: u64) -> Atomic {
         self.qp().destination().post_atomic(AtomicRequest::fetch_add(remote, add))
     }
 
-    /// Posts WRITEs and READs with one doorbell; see
+    /// Posts WRITEs and READs with one doorbell, like
     /// [`QueuePair::post_batch`](crate::QueuePair::post_batch). If they do not all fit the send
     /// queue, they are queued one by one.
     ///
@@ -194,7 +191,7 @@ impl Connection {
     /// ```
     ///
     /// READs may be answered after later WRITEs are carried out, unless [`Batch::fence`] separates
-    /// them. At the start of a batch, the fence waits for earlier READs and atomics.
+    /// them.
     ///
     /// # Errors
     ///

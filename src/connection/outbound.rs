@@ -75,7 +75,7 @@ pub(super) struct Pieces<'a, S> {
 }
 
 impl<S: Deref<Target = [u8]>> Pieces<'_, S> {
-    /// Fills `target` as far as bytes are left, and returns how many it has copied.
+    /// Returns how many bytes it has copied.
     pub(super) fn fill(&mut self, mut target: &mut [u8]) -> usize {
         let len = target.len();
         loop {
@@ -116,7 +116,6 @@ impl ConnectionState {
         self.send_short(header, &[]);
     }
 
-    /// Sends a frame with a payload that fits the work request.
     pub(super) fn send_short(&mut self, header: Header, payload: &[u8]) {
         let send = self.io.frames.send_inline_with_imm(payload, Imm(header.encode()));
         self.add_sent(if header.kind == Kind::Abort {
@@ -133,8 +132,7 @@ impl ConnectionState {
         self.outbox.push(sent);
     }
 
-    /// Sends `message` if it is first in the queue and resources are free. The caller must drop it
-    /// without the lock.
+    /// The caller must drop `message` without the lock.
     pub(super) fn poll_send(
         &mut self,
         message: Outgoing<'_>,
@@ -145,7 +143,8 @@ impl ConnectionState {
         self.poll_unblocked(|state| state.try_send(message, driver), ticket, driver, caller)
     }
 
-    /// Calls `send` if this task is first in the queue, and waits for the missing resource.
+    /// Calls `send` if this task is first in the queue. Waits for the resource that it returns as
+    /// missing.
     pub(super) fn poll_unblocked<T>(
         &mut self,
         mut send: impl FnMut(&mut Self) -> Attempt<T>,
@@ -185,8 +184,7 @@ impl ConnectionState {
         Poll::Pending
     }
 
-    /// Posts a WRITE with immediate data if it is first in the queue and the peer has a receive.
-    /// Returns the refused WRITE if nothing can be sent any more.
+    /// Returns a refused WRITE if nothing can be sent any more.
     pub(super) fn poll_write_with_imm<B: Gather>(
         &mut self,
         buffer: &mut Option<B>,
@@ -222,8 +220,8 @@ impl ConnectionState {
         Poll::Ready(write)
     }
 
-    /// Sends `message` now and returns true, or returns false if a resource is missing or other
-    /// tasks wait for one. The caller must drop the message without the lock.
+    /// Returns false if a resource is missing or other tasks wait for one. The caller must drop the
+    /// message without the lock.
     pub(super) fn send_now(
         &mut self,
         message: Outgoing<'_>,
@@ -314,9 +312,6 @@ impl ConnectionState {
     }
 
     /// Sends the parts of `message`, one per frame, from its memory.
-    ///
-    /// The buffers must return even if no task waits for their sends. So if no others are in
-    /// flight, one of them is watched, and its completion leads to the next.
     fn send_in_place(&mut self, message: &Buf, frames: usize, driver: &Waker) {
         if frames == 1 && self.outbox.sends.is_empty() {
             return self.send_alone_in_place(message, driver);
@@ -334,13 +329,14 @@ impl ConnectionState {
             self.add_sent(Sent::InPlace(send));
         }
         if watches {
+            // The buffers must return even if no task waits for their sends. So one send is always
+            // watched, and its completion leads to the next.
             let context = &mut Context::from_waker(driver);
             self.terminate_on_error(|state| state.watch_sends(context));
         }
     }
 
-    /// Sends a message of one frame while no other is in flight. If it arrives at once, its view is
-    /// dropped at once, which frees nothing because the caller holds another view.
+    /// Sends a message of one frame while no other is in flight.
     fn send_alone_in_place(&mut self, message: &Buf, driver: &Waker) {
         let header = self.protocol.flow.send(Kind::Data);
         let send = self.io.frames.send_with_imm(message.clone(), Imm(header.encode()));
@@ -353,6 +349,7 @@ impl ConnectionState {
                 self.outbox.push(sent);
                 self.watch_by_driver();
             }
+            // This drops a view under the lock, which frees nothing: the caller holds another one.
             Poll::Ready(result) => {
                 self.protocol.sending.complete();
                 if let Err(kind) = result {
@@ -367,7 +364,7 @@ impl ConnectionState {
         if kind == Kind::Part { &self.io.qp } else { &self.io.frames }
     }
 
-    /// Sends copies of the parts of `message`, `len` bytes in all, or returns the missing resource.
+    /// Sends copies of the parts of `message`, or returns the missing resource.
     fn copy_to_frames(
         &mut self,
         mut message: Pieces<'_, Bytes>,
@@ -402,7 +399,6 @@ impl ConnectionState {
         self.add_sent(Sent::Copied(send));
     }
 
-    /// Waits until everything sent before the first poll has arrived.
     pub(super) fn poll_flush(
         &mut self,
         flush: &mut Flush,

@@ -18,7 +18,6 @@ pub(super) struct Outbox {
     /// but the last one are full.
     pub(super) held: VecDeque<Held>,
     pub(super) in_place: usize,
-    /// Long messages that the peer has not fetched.
     pub(super) offers: VecDeque<ReadOnlyRegion>,
 }
 
@@ -34,7 +33,6 @@ impl Outbox {
         if self.in_place == 0 { None } else { self.sends.iter().rposition(Sent::is_in_place) }
     }
 
-    /// Polls all sent frames. Returns true if one is pending.
     pub(super) fn poll_all(
         &mut self,
         context: &mut Context<'_>,

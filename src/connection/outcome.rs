@@ -1,5 +1,3 @@
-//! The outcome of messages on a connection that has closed.
-
 use super::error::{CloseReason, MessageError, TrySendError};
 use crate::error::Outcome;
 
@@ -37,8 +35,7 @@ impl CloseReason {
 
 impl MessageError {
     /// Returns the outcome of a request whose `send`, `flush` or awaited answer has failed with
-    /// this error. It is for code that does not know which call has failed: a `send` that fails has
-    /// always sent nothing.
+    /// this error. A `send` that fails has always sent nothing.
     ///
     /// - `NotSent` after [`TooLong`](Self::TooLong) and [`Finished`](Self::Finished).
     /// - `MaybeExecuted` after [`Register`](Self::Register): if `recv_buffer` failed, the answer

@@ -1,5 +1,3 @@
-//! Reads the bytes of received frames.
-
 use std::ops::Deref;
 use std::task::{Poll, Waker};
 

@@ -30,15 +30,13 @@ const COPIED_OUT: usize = 256;
 pub(super) struct Receives {
     /// Kept after termination until the queue pair is closed: dropping flushed ones costs less.
     pub(super) posted: VecDeque<Recv<BufMut>>,
-    /// Buffers of the receives of an idle connection, or of one whose receives are fixed.
+    /// Buffers of an idle connection, or of one whose receives are fixed.
     first: Pool,
-    /// Buffers of a connection in use.
     grown: Option<Pool>,
     /// Frames use buffers of `first`, for which `grown` keeps others.
     replaces_first: bool,
     /// Long buffers after shrinking, until the peer has skipped their receives.
     leaving: Option<Pool>,
-    /// The size of receives posted from now on.
     size: usize,
     /// The configured receives, including the reserve, the bytes of each, and spare buffers.
     most: u32,
@@ -62,8 +60,7 @@ impl Receives {
         }
     }
 
-    /// Returns the registered bytes of receives and spare buffers, including those that the peer
-    /// still has to skip.
+    /// Returns the registered bytes, including those that the peer still has to skip.
     pub(super) fn memory(&self) -> u64 {
         let others = [&self.grown, &self.leaving].into_iter().flatten();
         self.first.bytes() + others.map(Pool::bytes).sum::<u64>()
@@ -121,7 +118,6 @@ impl Receives {
         self.size.next_multiple_of(64)
     }
 
-    /// Replaces `buffer` by one of the current size unless it has that.
     #[inline]
     fn replace_other(&self, buffer: &mut BufMut) {
         if buffer.capacity() != self.capacity()
@@ -133,8 +129,7 @@ impl Receives {
         debug_assert!(whole.is_ok(), "the pool has a buffer for each receive");
     }
 
-    /// Registers the buffers of `receives` receives, of which there were `before`. The first growth
-    /// tries shorter ones if the budget or the device refuses the configured size.
+    /// Registers the buffers of `receives` receives, of which there were `before`.
     fn register(
         &mut self,
         receives: u32,
@@ -148,6 +143,7 @@ impl Receives {
         }
         let pd = self.first.protection_domain();
         let mut size = self.longest;
+        // If the budget or the device refuses the configured size, shorter buffers may do.
         loop {
             // Frames use some receives before the peer skips them, and the next receives of these
             // need buffers, too.
@@ -164,8 +160,7 @@ impl Receives {
         }
     }
 
-    /// Returns the spare buffers in proportion to `receives`, or none if `size` is not the
-    /// configured one.
+    /// Returns a number proportional to `receives`, or 0 if `size` is not the configured one.
     fn spares_of(&self, receives: u32, size: usize) -> u32 {
         if size != self.longest {
             return 0;
@@ -188,17 +183,15 @@ fn charged<T>(
 }
 
 impl ConnectionConfig {
-    /// Returns true if buffers are registered with use, which does not pay for small ones.
+    /// Registering buffers with use does not pay for small ones.
     pub(super) fn is_elastic(&self) -> bool {
         !self.preallocate && self.receive_buffer_size > FIRST_SIZE
     }
 
-    /// Returns the receives, including the reserve, with which a connection starts.
     pub(super) fn first_receives(&self) -> u32 {
         if self.is_elastic() { first_receives(self.receives()) } else { self.receives() }
     }
 
-    /// Returns the size and number of the first buffers.
     pub(super) fn first_buffers(&self) -> (usize, usize) {
         if self.is_elastic() {
             (FIRST_SIZE as usize, self.first_receives() as usize + SPARES)
@@ -208,7 +201,6 @@ impl ConnectionConfig {
         }
     }
 
-    /// Returns the size and number of send buffers registered in advance.
     pub(super) fn first_send_buffers(&self) -> (usize, usize) {
         let buffers = if self.is_elastic() { 0 } else { self.send_buffers };
         (self.receive_buffer_size as usize, buffers as usize)

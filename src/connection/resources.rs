@@ -83,7 +83,6 @@ impl ResourceCache {
         &self.device
     }
 
-    /// Returns unused resources for these settings, or else new ones.
     pub(super) fn take(
         self: Arc<Self>,
         config: &ConnectionConfig,
@@ -187,8 +186,7 @@ impl Queues {
     }
 }
 
-/// The resources that a connection uses. Dropped after everything that uses them, they are left to
-/// another connection.
+/// Dropped after everything that uses them, they are left to another connection.
 pub(super) struct ConnectionResources {
     /// `None` only in `drop`.
     resources: Option<Resources>,
@@ -198,7 +196,6 @@ pub(super) struct ConnectionResources {
 }
 
 impl ConnectionResources {
-    /// Creates resources in a protection domain of the application.
     pub(super) fn in_domain(
         pd: &ProtectionDomain,
         config: &ConnectionConfig,
@@ -216,7 +213,6 @@ impl ConnectionResources {
         &self.get().pd
     }
 
-    /// Returns the queues of sends and receives.
     pub(super) fn queues(&self) -> [CompletionQueue; 2] {
         match &self.queues {
             Queues::Given(queue) => [queue.clone(), queue.clone()],
@@ -224,7 +220,6 @@ impl ConnectionResources {
         }
     }
 
-    /// Returns the buffers of the first receives, and send buffers registered in advance.
     pub(super) fn pools(&self) -> (Pool, Option<Pool>) {
         let resources = self.get();
         (resources.receive_pool.clone(), resources.send_pool.clone())

@@ -16,7 +16,7 @@ const FIRST: usize = 4;
 pub(super) struct SendMemory {
     /// `None` until the first copied frame, and when idle.
     pool: Option<Pool>,
-    /// The maximum of buffers; below `configured` after a failed registration.
+    /// The maximum, which is below `configured` after a failed registration.
     most: usize,
     configured: usize,
     is_elastic: bool,
@@ -24,7 +24,6 @@ pub(super) struct SendMemory {
 }
 
 impl SendMemory {
-    /// Without a pool, buffers are registered with use.
     pub(super) fn new(pool: Option<Pool>, config: &ConnectionConfig) -> Self {
         let most = config.send_buffers as usize;
         Self { pool, most, configured: most, is_elastic: config.is_elastic(), charged: 0 }
@@ -42,14 +41,13 @@ impl SendMemory {
         self.pool.as_ref().is_some_and(|pool| pool.available() >= frames)
     }
 
-    /// Returns true if `frames` buffers are free or can be registered.
     pub(super) fn has(&self, frames: usize) -> bool {
         let (free, total) =
             self.pool.as_ref().map_or((0, 0), |pool| (pool.available(), pool.total()));
         free + self.most.saturating_sub(total) >= frames
     }
 
-    /// Returns true if longer buffers can replace these, of less than `len` bytes.
+    /// Returns true if these have less than `len` bytes and can be replaced.
     pub(super) fn is_shorter_than(&self, len: usize) -> bool {
         self.is_elastic && self.pool.as_ref().is_some_and(|pool| pool.buffer_size() < len)
     }
@@ -58,7 +56,6 @@ impl SendMemory {
         self.is_elastic && self.pool.is_some()
     }
 
-    /// Returns a free buffer of any length.
     fn take_whole(&self) -> Option<BufMut> {
         self.pool.as_ref().and_then(|pool| pool.try_alloc(pool.buffer_size()).ok())
     }
@@ -68,7 +65,7 @@ impl SendMemory {
         self.pool.as_ref().map_or(Err(PoolError::Empty), |pool| pool.try_alloc(len))
     }
 
-    /// Registers more buffers of `size` bytes. Returns false if the maximum is reached.
+    /// Returns false if the maximum is reached.
     #[cold]
     fn grow(
         &mut self,
@@ -97,7 +94,7 @@ impl SendMemory {
         Ok(true)
     }
 
-    /// Permits the configured number of buffers again after a failed registration.
+    /// Permits the configured number of buffers again.
     fn renew(&mut self) {
         self.most = self.configured;
     }

@@ -25,19 +25,17 @@ use crate::op::QueuePair;
 use crate::waiters::{Caller, Ticket};
 
 thread_local! {
-    /// The connection that this thread drives or serves, and whether its driver was woken since.
+    /// The connection that this thread drives or serves; true if its driver was woken since.
     static POLLED: Cell<(*const DriverWaker, bool)> = const { Cell::new((ptr::null(), false)) };
-    /// Other connections woken since, for [`serve_others`].
+    /// Other connections woken since: one drain of a shared completion queue finds completions of
+    /// several.
     static OTHERS: RefCell<VecDeque<Arc<DriverWaker>>> = const { RefCell::new(VecDeque::new()) };
-    /// True within [`serve_others`].
     static SERVES_OTHERS: Cell<bool> = const { Cell::new(false) };
 }
 
 /// The connections that a thread serves one after the other. The drivers of further ones are woken.
 const MAX_IN_TURN: usize = 32;
 
-/// Serves the connections that were woken while this thread drove or served another one, because
-/// one drain of a shared completion queue finds completions of several connections.
 fn serve_others() {
     // The end of each turn calls this function too.
     if SERVES_OTHERS.replace(true) {
@@ -56,13 +54,12 @@ fn serve_others() {
     SERVES_OTHERS.set(false);
 }
 
-/// The waker of all operations of a connection. It serves the connection on the waking thread,
-/// which wakes the task that waits for a message, and wakes the driver only if that is not
-/// possible.
+/// The waker of all operations of a connection. It serves the connection on the waking thread, or
+/// wakes the driver if that is not possible.
 #[derive(Debug)]
 pub(super) struct DriverWaker {
     driver: futures::task::AtomicWaker,
-    shared: Weak<Shared>,
+    shared: Weak<ConnectionInner>,
     /// False if a thread polls for several connections, because it must not wait for one.
     in_place: bool,
 }
@@ -153,7 +150,7 @@ impl Drop for DriverPoll {
 }
 
 #[derive(Debug)]
-pub(crate) struct Shared {
+pub(crate) struct ConnectionInner {
     state: Mutex<ConnectionState>,
     pub(super) driver_waker: Arc<DriverWaker>,
     waker: Waker,
@@ -164,7 +161,7 @@ pub(crate) struct Shared {
     admitted: Option<Admitted>,
 }
 
-impl Shared {
+impl ConnectionInner {
     pub(super) fn new(
         mut state: Box<ConnectionState>,
         qp: QueuePair,
@@ -179,7 +176,7 @@ impl Shared {
                 in_place: !qp.is_polled_by_thread(),
             });
             let waker = Waker::from(driver_waker.clone());
-            // Until this returns, the listener finds no connection. The driver's first poll takes
+            // Until this returns, the waker finds no connection. The driver's first poll takes
             // what has arrived.
             if qp.is_listened() {
                 qp.listen(waker.clone());
@@ -204,16 +201,15 @@ impl Shared {
 
     /// Runs `work` like [`with`](Self::with), or returns `None` if the lock is taken and this
     /// thread holds a lock, which may be the same one.
-    ///
-    /// A thread without a lock waits, which cannot deadlock. It has to, because the other thread
-    /// may have checked the receives before the completion that this one has found, and the
-    /// driver's runtime may not run.
     fn with_unless_locked<R>(
         &self,
         work: impl FnOnce(&mut ConnectionState, &Waker) -> R,
     ) -> Option<R> {
         let state = match self.state.try_lock() {
             Some(state) => state,
+            // Without a lock, waiting cannot deadlock. This thread has to wait, because the other
+            // one may have checked the receives before the completion that this one has found, and
+            // the driver's runtime may not run.
             None if locks::held() == 0 => self.state.lock(),
             None => return None,
         };
@@ -233,7 +229,7 @@ impl Shared {
         result
     }
 
-    /// Wakes the driver and starts the helper as requested, after the release of the lock.
+    /// Wakes the driver and starts the helper after the release of the lock.
     #[inline(never)]
     fn follow_up(&self, mut state: MutexGuard<'_, ConnectionState>) {
         let wakes_driver = std::mem::take(&mut state.io.wakes_driver);
@@ -265,8 +261,6 @@ impl Shared {
         self.poll_as(Caller::new(context.waker()), work)
     }
 
-    /// Runs `work` for a task that receives, with `ticket` as its position in the wait queue. If
-    /// the last receiver has waited, this one most likely has to wait, too.
     pub(crate) fn poll_receiver<R>(
         &self,
         context: &mut Context<'_>,
@@ -282,6 +276,7 @@ impl Shared {
         let is_new = ticket.is_none();
         let expected = self.receivers_wait.load(Ordering::Relaxed);
         if is_new && expected {
+            // The last receiver has waited, so this one most likely has to wait, too.
             caller.expect_wait();
         }
         let result =
@@ -323,7 +318,6 @@ impl Shared {
         .await
     }
 
-    /// Makes the driver send a `Ping` now, unless `keepalive` is off.
     pub(super) fn probe(&self) {
         self.with(|state, _| state.protocol.probe(clock::now()));
         self.driver_waker.wake_driver();
@@ -335,11 +329,10 @@ impl Shared {
         self.driver_waker.wake_driver();
     }
 
-    /// Aborts if the current runtime drops this connection's handle because it shuts down. The peer
-    /// would take a `Fin` for the end that the application wanted.
     pub(crate) fn abort_if_runtime_shuts_down(&self) {
         let ends = self.with(|state, _| state.protocol.phase().check_open().is_ok());
         if ends && is_runtime_shutting_down() {
+            // The peer would take a `Fin` for the end that the application wanted.
             self.abort(CloseReason::Runtime);
         }
     }
@@ -350,7 +343,7 @@ impl Shared {
     }
 }
 
-impl Accepted for Shared {
+impl Accepted for ConnectionInner {
     fn is_terminated(&self) -> bool {
         self.with(|state, _| state.close_reason().is_some())
     }
@@ -371,14 +364,14 @@ impl Accepted for Shared {
 
 /// A position in a wait queue. Dropping it withdraws the waiter.
 pub(crate) struct WaitGuard<'a> {
-    pub(crate) shared: &'a Shared,
+    pub(crate) shared: &'a ConnectionInner,
     pub(crate) ticket: Option<Ticket>,
     withdraw: fn(&mut ConnectionState, &mut Option<Ticket>),
 }
 
 impl<'a> WaitGuard<'a> {
     pub(crate) fn new(
-        shared: &'a Shared,
+        shared: &'a ConnectionInner,
         withdraw: fn(&mut ConnectionState, &mut Option<Ticket>),
     ) -> Self {
         Self { shared, ticket: None, withdraw }

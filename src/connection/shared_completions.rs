@@ -15,9 +15,8 @@ use crate::engine::{CompletionMode, CompletionQueue};
 use crate::error::SetupError;
 use crate::verbs::Device;
 
-/// Entries of the first queues of each worker thread. When all are full, new queues have as many
-/// entries as all before them, so that few connections take little memory and many connections few
-/// queues.
+/// Entries of the first queues of each worker thread. New queues have as many as all full ones, so
+/// that few connections take little memory and many connections few queues.
 const FIRST_ENTRIES: u32 = 512;
 const MAX_ENTRIES: u32 = 1 << 16;
 
@@ -40,9 +39,8 @@ struct Pair {
 }
 
 impl SharedCompletions {
-    /// Returns the queues for another connection of the current runtime, and the entries that it
-    /// takes of each, at most `entries`. A runtime has a pair of queues per worker thread, and more
-    /// when all are full.
+    /// Returns queues with at most `entries` free entries each, for a connection of the current
+    /// runtime, which has a pair per worker thread, and more when all are full.
     fn take(
         &self,
         device: &Device,
@@ -115,8 +113,7 @@ impl SharedCompletions {
 }
 
 impl Pair {
-    /// Returns the entries that a connection needs of each queue; 0 of the second if one queue
-    /// serves both.
+    /// Returns 0 for the second queue if one serves both.
     fn needed(mode: &CompletionMode, [sends, receives]: [u32; 2]) -> [u32; 2] {
         if let CompletionMode::Event = mode { [sends, receives] } else { [sends + receives, 0] }
     }
@@ -145,7 +142,6 @@ impl Pair {
     }
 }
 
-/// The queues that a connection uses, until it is dropped.
 #[derive(Debug)]
 pub(super) struct QueueLease {
     pub(super) queues: [CompletionQueue; 2],

@@ -6,9 +6,8 @@
 //!                 └─ long: READ, then done ───────────────▶ peer
 //! ```
 //!
-//! [`ConnectionState::progress`] does all work that is possible now. Tasks that send or receive
-//! call it, as do the waker of operations and the driver, so progress never depends on the
-//! application's tasks.
+//! [`ConnectionState::progress`] does all work that is possible now. The waker of operations and
+//! the driver call it too, so progress never depends on the application's tasks.
 
 use std::future::Future;
 use std::ops::ControlFlow;
@@ -164,7 +163,7 @@ impl ConnectionState {
         self.renew_send_memory();
     }
 
-    /// Does all work that is possible now. Operations wake `driver`.
+    /// Operations wake `driver`.
     pub(super) fn progress(&mut self, driver: &Waker) {
         self.advance(driver);
         // The task may wait for a receive, also if the other runtimes that watch the queue do not
@@ -174,8 +173,7 @@ impl ConnectionState {
         }
     }
 
-    /// Takes what has arrived. If nothing has, does no other work, not even watch a READ: other
-    /// completions wake the driver.
+    /// If nothing has arrived, does no other work: other completions wake the driver.
     pub(super) fn progress_for_receiver(&mut self, driver: &Waker) {
         let nothing_arrived = self.io.is_listened
             && self.inbox.fetching.is_empty()
@@ -218,7 +216,7 @@ impl ConnectionState {
         !matches!(self.protocol.phase(), Phase::Running(stage) if *stage != Stage::Aborting)
     }
 
-    /// Makes progress after a completion. Returns true if the driver must continue.
+    /// Returns true if the driver must continue.
     pub(super) fn serve(&mut self, driver: &Waker) -> bool {
         if self.needs_driver() {
             return true;
@@ -309,7 +307,7 @@ impl ConnectionState {
     pub(super) fn take_frames(&mut self, context: &mut Context<'_>) -> Result<(), CloseReason> {
         for taken in 0..BATCH {
             let Some(receive) = self.receives.posted.front_mut() else { return Ok(()) };
-            // One poll of the device: the listener learns of later completions.
+            // One poll of the device: later ones call the waker of the connection.
             let arrived = if taken == 0 { receive.is_finished() } else { receive.is_complete() };
             if self.io.is_listened && !arrived {
                 return Ok(());
@@ -369,7 +367,6 @@ impl ConnectionState {
         Ok(())
     }
 
-    /// Counts failed registrations of buffers, and logs the first one.
     pub(super) fn note_failed_growth(&mut self, error: &SetupError) {
         if self.counters.growth_failures == 0 {
             rdma_provider::warn!(
@@ -381,10 +378,10 @@ impl ConnectionState {
         self.counters.growth_failures += 1;
     }
 
-    /// Records a failed post. The queue pair still works then, so the failure would otherwise be
-    /// noticed only after all earlier operations.
     pub(super) fn note_refusal(&mut self, refusal: Option<OpErrorKind>) {
         if let Some(kind) = refusal {
+            // The queue pair still works, so the failure would otherwise be noticed only after all
+            // earlier operations.
             self.on(Event::Fail(kind.into()));
             self.io.wake_driver();
         }
@@ -413,7 +410,7 @@ impl ConnectionState {
         }
     }
 
-    /// Polls sent frame `index`. Removes it if it is complete and the oldest.
+    /// Removes the frame if it is complete and the oldest.
     #[inline]
     pub(super) fn poll_sent(
         &mut self,
@@ -431,7 +428,6 @@ impl ConnectionState {
         Poll::Ready(result)
     }
 
-    /// Sends the `Fin`, `Resize`, `Ack` and skips that are due.
     #[inline]
     pub(super) fn send_due(&mut self) {
         if !self.protocol.is_quiet() {
@@ -455,8 +451,7 @@ impl ConnectionState {
         }
     }
 
-    /// Registers the driver with the send that termination, a flush, the first sender or the owner
-    /// of a buffer sent in place waits for.
+    /// Registers the driver with the send that is awaited.
     #[inline]
     pub(super) fn watch_sends(&mut self, context: &mut Context<'_>) -> Result<(), CloseReason> {
         match self.awaited_send() {
@@ -553,10 +548,9 @@ impl ConnectionState {
         }
     }
 
-    /// Returns true if the task with `ticket` is first in `waiters`. A stream has at most one
-    /// reader and one writer. So all others in its queues only wait for readiness, or no longer do:
-    /// as with a `TcpStream`, a read may be dropped without notice.
     pub(super) fn is_turn(&self, waiters: &Waiters, ticket: Option<Ticket>) -> bool {
+        // A stream has at most one reader and one writer. So all others in its queues only wait for
+        // readiness, or no longer do: as with a `TcpStream`, a read may be dropped without notice.
         self.protocol.content() == Content::Bytes || waiters.is_first(ticket)
     }
 

@@ -1,5 +1,3 @@
-//! The state that a stream adds to its connection.
-
 use std::time::Duration;
 
 use crate::memory::BufMut;
@@ -11,14 +9,13 @@ pub(super) const COPIED: usize = 128 << 10;
 #[derive(Debug, Default)]
 pub(crate) struct StreamState {
     pub(super) polled: Polled,
-    /// How long the stream continues to send after it was dropped, if the application has set it;
-    /// zero resets it.
+    /// Set by the application; zero resets a dropped stream.
     pub(crate) linger: Option<Duration>,
     pub(crate) nodelay: bool,
 }
 
-/// Positions of the tasks that poll a stream for readiness, one per direction. Under the
-/// connection's lock, because these methods take `&self`.
+/// The task that polls each direction for readiness. Under the connection's lock, because these
+/// methods take `&self`.
 #[derive(Debug, Default)]
 pub(super) struct Polled {
     pub(super) reader: Option<Ticket>,

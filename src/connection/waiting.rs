@@ -1,5 +1,3 @@
-//! Tasks that wait for a connection.
-
 use rdma_message_proto::sending::{Blocked, FlushPoint};
 
 use super::error::MessageError;
@@ -16,7 +14,7 @@ pub(super) struct Waiting {
     pub(super) notified: Waiters,
     /// Tasks that wait for a flush, for the termination, or for the queue pair to close.
     pub(super) flushers: Waiters,
-    /// The point that the earliest flush waits for.
+    /// The earliest point that a flush waits for.
     pub(super) flush: Option<FlushPoint>,
 }
 

@@ -1,9 +1,8 @@
 //! Writes bytes to frames.
 //!
-//! A write becomes frames of up to the peer's buffer size, which are sent as far as the peer has
-//! credits. The rest is held until no send buffer is free, and later writes are appended to it.
-//! Bytes that do not fill a frame are also held while earlier frames are in flight, even with
-//! credits. Held bytes are sent when the peer has a credit and
+//! A write becomes frames of up to the peer's buffer size. Bytes for which there is no credit, or
+//! that do not fill a frame while earlier ones are in flight, are held in send buffers, and later
+//! writes are appended. Held bytes are sent when there is a credit and
 //!
 //! - they fill a frame,
 //! - all earlier frames are acknowledged, or
@@ -103,7 +102,7 @@ impl ConnectionState {
         ready
     }
 
-    /// Writes copies, or from the `buffer` that has the bytes, or lets the peer read long bytes.
+    /// Sends `buffer`, if it has the bytes, or copies, or lets the peer read long bytes.
     pub(crate) fn poll_write_bytes(
         &mut self,
         bytes: &Bytes,
@@ -124,7 +123,7 @@ impl ConnectionState {
         self.poll_written(offer, ticket, driver, caller)
     }
 
-    /// Writes a buffer from its memory, if that is registered here.
+    /// Sends from the buffer's memory if that is registered here.
     pub(crate) fn poll_write_buffer(
         &mut self,
         buffer: &Buf,
@@ -250,7 +249,7 @@ impl ConnectionState {
         !self.outbox.sends.is_empty()
     }
 
-    /// Sends held bytes if they wait no longer for other frames, and a credit is free.
+    /// Sends held bytes that need no longer wait.
     pub(super) fn send_held(&mut self) {
         while let Some(first) = self.outbox.held.front() {
             let (len, is_full) = (first.len(), first.is_full() || self.outbox.held.len() > 1);
@@ -299,7 +298,7 @@ impl ConnectionState {
         true
     }
 
-    /// Sends a message of `len` bytes after the held ones.
+    /// Sends `message` after the held bytes.
     fn send_whole(&mut self, message: Outgoing<'_>, len: usize, driver: &Waker) -> Attempt<usize> {
         self.protocol.phase().check_open()?;
         if !self.send_held_now() {

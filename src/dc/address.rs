@@ -4,8 +4,8 @@ use crate::types::{DcKey, Gid, LinkLayer, Mtu, Qpn};
 
 /// The address of a [`DcTarget`](super::DcTarget), the same for all peers.
 ///
-/// It contains the access key. It travels like a [`QueuePairEndpoint`](crate::QueuePairEndpoint)
-/// and is validated like one.
+/// It contains the access key. It is encoded and validated like a
+/// [`QueuePairEndpoint`](crate::QueuePairEndpoint).
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct DcAddress {
     /// The DC target number.
@@ -83,7 +83,7 @@ mod form {
     #[derive(Serialize, Deserialize)]
     struct Fields {
         number: u32,
-        /// 16 hexadecimal digits: some formats have no 64-bit integers.
+        /// In hexadecimal: some formats have no 64-bit integers.
         key: String,
         gid: Ipv6Addr,
         #[serde(default)]

@@ -15,8 +15,8 @@ use crate::types::{
 };
 use crate::verbs::{AddressHandle, ProtectionDomain};
 
-/// The sending end of dynamic connections: a send queue for any number of
-/// [`DcTarget`](super::DcTarget)s. Clones refer to the same initiator.
+/// A send queue for any number of [`DcTarget`](super::DcTarget)s. Clones refer to the same
+/// initiator.
 ///
 /// ```
 /// # use tokio_rdma::dc::DcTarget;
@@ -45,13 +45,13 @@ use crate::verbs::{AddressHandle, ProtectionDomain};
 /// # }
 /// ```
 ///
-/// Work completes in the order of posting, over all targets, so a slow or unreachable target delays
-/// later work.
+/// Work completes in the order of posting, so a slow or unreachable target delays later work to
+/// all.
 ///
-/// A failure moves the initiator to the error state and flushes all later work, to whatever peer;
+/// A failure moves the initiator to the error state and flushes all later work;
 /// [`repair`](Self::repair) restores it.
 ///
-/// Dropping the last clone closes the initiator immediately, as [`QueuePair`] describes.
+/// Dropping the last clone closes the initiator like a [`QueuePair`].
 #[derive(Clone)]
 pub struct DcInitiator {
     qp: QueuePair,
@@ -69,7 +69,7 @@ struct Setup {
 const FLUSH: Duration = Duration::from_millis(1);
 
 impl DcInitiator {
-    /// Creates an initiator with default settings, ready to send.
+    /// Creates an initiator with default settings.
     ///
     /// # Errors
     ///
@@ -140,8 +140,7 @@ impl DcInitiator {
         self.qp.software_counters().map(|(sent, _)| sent)
     }
 
-    /// Creates a peer, for all initiators of the same protection domain and port whose MTU it
-    /// accepts.
+    /// Creates a peer for all initiators of this protection domain and port whose MTU it accepts.
     ///
     /// On RoCE this may take a system call.
     ///
@@ -206,9 +205,9 @@ impl DcInitiator {
 
     /// Restores the initiator from any state and ends all its operations.
     ///
-    /// Operations that the device does not flush within 1 ms, and those that wait for a free slot,
-    /// fail with [`OpErrorKind::Closed`](crate::OpErrorKind::Closed). Afterwards the device no
-    /// longer accesses their buffers. Concurrent operations may fail with
+    /// Operations that the device does not flush within 1 ms, or that are queued, fail with
+    /// [`OpErrorKind::Closed`](crate::OpErrorKind::Closed); the device no longer accesses their
+    /// buffers. Concurrent operations may fail with
     /// [`OpErrorKind::State`](crate::OpErrorKind::State).
     ///
     /// # Errors
@@ -335,23 +334,22 @@ impl DcInitiatorBuilder {
         self
     }
 
-    /// Sets timeouts and retries; [`ConnectOptions`] has the defaults. Its `rnr_timer` has no
-    /// effect: the target's applies.
+    /// Sets timeouts and retries. The `rnr_timer` has no effect: the target's applies.
     #[must_use]
     pub fn options(mut self, options: ConnectOptions) -> Self {
         self.options = options;
         self
     }
 
-    /// Sets the maximum packet payload; the MTU of the port by default. Targets must accept it.
+    /// Sets the maximum packet payload, which targets must accept; the MTU of the port by default.
     #[must_use]
     pub fn mtu(mut self, mtu: Mtu) -> Self {
         self.mtu = Some(mtu);
         self
     }
 
-    /// Sets the maximum of READs and atomics in flight, which every target's device must support.
-    /// The default suits targets on the same model of device.
+    /// Sets the maximum of READs and atomics in flight, which the devices of all targets must
+    /// support. The default suits targets on the same model of device.
     #[must_use]
     pub fn reads(mut self, requests: u8) -> Self {
         self.reads = Some(requests);
@@ -372,7 +370,7 @@ impl DcInitiatorBuilder {
         self
     }
 
-    /// Creates the initiator in state RTS, ready to send.
+    /// Creates the initiator in state RTS.
     ///
     /// # Errors
     ///

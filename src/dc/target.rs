@@ -11,8 +11,7 @@ use crate::types::{
 };
 use crate::verbs::{Dct, ProtectionDomain};
 
-/// The receiving end of dynamic connections from any number of peers. Clones refer to the same
-/// target.
+/// The receiving end of dynamic connections from any number of peers. Clones share it.
 ///
 /// Peers that have its [`address`](Self::address) access memory exposed in its protection domain
 /// and send to its shared receive queue, where [`Received::qpn`](crate::op::Received::qpn) is the
@@ -62,7 +61,7 @@ struct Inner {
 }
 
 impl DcTarget {
-    /// Creates a target with default settings, ready for peers.
+    /// Creates a target with default settings.
     ///
     /// # Errors
     ///
@@ -187,8 +186,7 @@ impl DcTargetBuilder {
         self
     }
 
-    /// Sets the access key; random by default. Keep it secret: with it and the target number, a
-    /// peer can use the target.
+    /// Sets the access key; random by default. Keep it secret: it admits peers.
     #[must_use]
     pub fn key(mut self, key: DcKey) -> Self {
         self.key = Some(key);
@@ -203,7 +201,7 @@ impl DcTargetBuilder {
         self
     }
 
-    /// Sets port and GID index, see
+    /// Sets port and GID index, like
     /// [`QueuePairBuilder::source`](crate::op::QueuePairBuilder::source).
     #[must_use]
     pub fn source(mut self, port: PortNum, gid_index: u8) -> Self {
@@ -211,7 +209,7 @@ impl DcTargetBuilder {
         self
     }
 
-    /// Creates the target in state RTR, where peers can reach it.
+    /// Creates the target in state RTR.
     ///
     /// # Errors
     ///

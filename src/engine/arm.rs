@@ -1,11 +1,11 @@
 //! The arm, poll, park protocol, which prevents missed completions.
 //!
 //! Arming requests one event for the *next* completion. An earlier completion raises none, so the
-//! queue is polled between arming and parking (`ibv_get_cq_event(3)`, NOTES). The component that
-//! takes the event polls, and arms again if operations still wait. One lock covers all of this.
+//! queue is polled between arming and parking (`ibv_get_cq_event(3)`, NOTES). After an event, the
+//! queue is polled, and armed again if operations still wait. One lock covers all of this.
 //!
 //! While only receives of solicited messages wait, only solicited completions are requested, so
-//! that a SEND that no task awaits raises no event. A request for all completions replaces it.
+//! that a SEND that no task awaits raises no event.
 //!
 //! In hybrid mode, a task of one runtime may *spin*: it polls the queue after an event, and arms it
 //! only when it stops.
@@ -37,7 +37,7 @@ impl Request {
 pub(super) trait Armed {
     type Runtime: Copy + PartialEq;
 
-    /// Takes available completions. Returns true if there were any.
+    /// Returns true if it took any completions.
     fn drain(&mut self) -> bool;
 
     fn arm(&mut self, arm: Arm) -> bool;
@@ -53,7 +53,7 @@ pub(super) trait Armed {
     fn spinning(&mut self) -> &mut Option<Self::Runtime>;
 }
 
-/// Arms and polls the queue for waiting operations, whose wakers are already registered.
+/// Arms and polls the queue. The wakers of waiting operations are already registered.
 pub(super) fn before_park(queue: &mut impl Armed) {
     let arm = queue.awaited();
     let before = queue.request().arm;

@@ -27,9 +27,8 @@ pub(crate) struct BatchEntry {
 pub(crate) struct Entries {
     list: Vec<BatchEntry>,
     // What all buffers have in common, so that posting need not check each.
-    /// The protection domain of the buffers. `None` if there are none, or if one is not plain: of
-    /// another domain, not a single element, empty, longer than its remote region, or for an
-    /// operation other than SEND, WRITE and READ.
+    /// The protection domain of the buffers. `None` without buffers, or if
+    /// [`are_plain`](Self::are_plain) cannot hold.
     pd: Option<PdKey>,
     longest: u32,
 }
@@ -89,7 +88,7 @@ impl Entries {
         (self.pd, self.longest) = (None, 0);
     }
 
-    /// Returns true if all requests are SENDs, WRITEs or READs of one buffer of `pd`, with 1 to
+    /// Returns true if all requests are SENDs, WRITEs or READs of one element of `pd`, with 1 to
     /// `limit` bytes that fit its remote region.
     pub(super) fn are_plain(&self, pd: PdKey, limit: u64) -> bool {
         self.pd == Some(pd) && u64::from(self.longest) <= limit
@@ -167,7 +166,6 @@ impl<'a> Parts<'a> {
     }
 }
 
-/// A batch whose shape is known at compile time.
 pub(super) struct PlainParts<'a>(Parts<'a>);
 
 impl<'a> PlainParts<'a> {

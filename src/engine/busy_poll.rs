@@ -1,5 +1,3 @@
-//! A dedicated thread that polls completion queues.
-
 use std::fmt;
 use std::hint;
 use std::io;
@@ -12,7 +10,7 @@ use rdma_provider::locks::Mutex;
 use rustix::thread::{CpuSet, sched_setaffinity};
 
 const ROUNDS_BEFORE_YIELD: u32 = 64;
-/// Only a poll notices failures, so a queue that seems empty is polled after this many rounds.
+/// A queue that seems empty is polled after this many rounds, because only a poll notices failures.
 const ROUNDS_BEFORE_POLL: u32 = 63;
 const ROUNDS_LEFT_TO_POSTER: u32 = 2;
 
@@ -21,8 +19,8 @@ static SPINNING: AtomicUsize = AtomicUsize::new(0);
 /// A thread that polls completion queues and never sleeps while it has one. Clones share it.
 ///
 /// The thread ends when the last clone and the last completion queue that uses it are dropped. If
-/// more pollers spin than the process has cores, a `tracing` warning says so: completions then wait
-/// until the scheduler runs their poller.
+/// more pollers spin than the process has cores, a `tracing` warning says so, because completions
+/// then wait for the scheduler.
 ///
 /// ```
 /// use tokio_rdma::completion::BusyPoller;
@@ -68,11 +66,7 @@ struct Watched {
 }
 
 impl Watched {
-    /// Polls the queue if it may have had completions for some rounds, and otherwise every few
-    /// rounds. Returns whether the queue seems busy, or `None` if it was dropped.
-    ///
-    /// The delay leaves a completion to a task that awaits what it has just posted. Taking it from
-    /// this thread would cost a wake-up.
+    /// Returns whether the queue seems busy, or `None` if it was dropped.
     #[inline]
     fn poll(&mut self) -> Option<bool> {
         let queue = self.queue.upgrade()?;
@@ -80,6 +74,8 @@ impl Watched {
             && let Some(found) = queue.glance()
         {
             self.found = if found { self.found + 1 } else { 0 };
+            // For some rounds, a completion is left to a task that awaits what it has just posted:
+            // taking it here would cost a wake-up.
             if self.found < ROUNDS_LEFT_TO_POSTER {
                 self.left_out += 1;
                 return Some(found && !self.contradicted);
@@ -93,11 +89,11 @@ impl Watched {
 }
 
 struct ThreadHandle {
-    shared: Arc<Shared>,
+    shared: Arc<PollerState>,
     thread: Mutex<Option<JoinHandle<()>>>,
 }
 
-struct Shared {
+struct PollerState {
     queues: Mutex<Queues>,
     changed: AtomicBool,
     stop: AtomicBool,
@@ -132,7 +128,7 @@ impl BusyPoller {
     }
 
     fn start(core: Option<usize>) -> io::Result<Self> {
-        let shared = Arc::new(Shared {
+        let shared = Arc::new(PollerState {
             queues: Mutex::default(),
             changed: AtomicBool::new(false),
             stop: AtomicBool::new(false),
@@ -196,7 +192,6 @@ impl Queues {
     }
 }
 
-/// Pins this thread to a core, see sched_setaffinity(2).
 fn pin(core: usize) -> rustix::io::Result<()> {
     let mut cores = CpuSet::new();
     cores.set(core);
@@ -207,7 +202,7 @@ fn unpinnable(core: usize) -> io::Error {
     io::Error::new(io::ErrorKind::InvalidInput, format!("cannot pin a thread to core {core}"))
 }
 
-impl Shared {
+impl PollerState {
     fn run(&self) {
         let (mut queues, mut idle) = (Vec::new(), 0);
         while !self.stop.load(Ordering::Acquire) {

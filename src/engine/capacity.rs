@@ -9,8 +9,8 @@ use crate::sync::{AtomicU8, AtomicU32, Ordering, between_store_and_load};
 /// - The drainer holds the lock of the completion queue. It retires completed work requests. If it
 ///   sees a waiter, it posts the queued work.
 ///
-/// After its announcement the poster queries again, so each side stores before it loads. With
-/// sequential consistency, the poster sees the free entries or the drainer sees the announcement.
+/// After its announcement the poster queries again. Both store before they load, so with sequential
+/// consistency the poster sees the free entries or the drainer sees the announcement.
 #[derive(Debug)]
 pub(super) struct Capacity {
     depth: u32,

@@ -1,5 +1,3 @@
-//! The claim of an operation to its slot.
-
 #![allow(unsafe_code)]
 
 use std::ops::Deref;
@@ -81,7 +79,7 @@ impl<Q> Claim<Q> {
     }
 
     /// Frees the slot of a posted operation. The caller passes the slot to
-    /// [`Slots::hint`](super::slot_table::Slots::hint).
+    /// [`Slots::remember_free`](super::slot_table::Slots::remember_free).
     ///
     /// # Safety
     ///

@@ -1,5 +1,3 @@
-//! The modes in which tasks wait for completions.
-
 use super::BusyPoller;
 
 /// A mode of waiting for completions. Semantics are the same in all modes; in each, an operation
@@ -34,7 +32,7 @@ pub enum CompletionMode {
     /// A dedicated thread polls and occupies a core. Lowest latency for tasks on many threads.
     BusyPoll(BusyPoller),
     /// The waiting task polls each time its runtime schedules it, and reschedules itself. Meant for
-    /// a current-thread runtime with a core of its own, which then never sleeps while an operation
+    /// a current-thread runtime with a core of its own, which never sleeps while an operation
     /// waits. Events report completions of abandoned operations.
     Cooperative,
     /// Polls like [`Cooperative`](Self::Cooperative) for a number of rounds that adapts to the

@@ -1,5 +1,3 @@
-//! The public handle of a completion queue, and its builder.
-
 // For `verbs`, which is unsafe to call.
 #![allow(unsafe_code)]
 
@@ -9,7 +7,7 @@ use std::time::Duration;
 
 use super::completion_counters::CompletionQueueCounters;
 use super::completion_mode::CompletionMode;
-use super::completion_queue_core::CompletionQueueCore;
+use super::drainer::Drainer;
 use crate::dispatch::CqCounters;
 use crate::error::{SetupError, VerbError};
 use crate::verbs::{Channel, Cq, Device};
@@ -36,7 +34,7 @@ use crate::verbs::{Channel, Cq, Device};
 /// ```
 #[derive(Clone)]
 pub struct CompletionQueue {
-    shared: Arc<CompletionQueueCore>,
+    shared: Arc<Drainer>,
 }
 
 impl CompletionQueue {
@@ -119,7 +117,7 @@ impl CompletionQueue {
         self.shared.counters()
     }
 
-    pub(crate) fn shared(&self) -> &Arc<CompletionQueueCore> {
+    pub(crate) fn shared(&self) -> &Arc<Drainer> {
         &self.shared
     }
 
@@ -216,7 +214,7 @@ impl CompletionQueueBuilder {
         if let Some((completions, period)) = self.moderation {
             cq.moderate(completions, period)?;
         }
-        let shared = Arc::new(CompletionQueueCore::new(cq, channel, self.mode));
+        let shared = Arc::new(Drainer::new(cq, channel, self.mode));
         let weak = Arc::downgrade(&shared);
         shared.verbs().on_fault(Box::new(move || {
             // The drain finds the queue dead.
@@ -225,7 +223,7 @@ impl CompletionQueueBuilder {
             }
         }))?;
         if let CompletionMode::BusyPoll(poller) = shared.mode() {
-            let weak: Weak<CompletionQueueCore> = Arc::downgrade(&shared);
+            let weak: Weak<Drainer> = Arc::downgrade(&shared);
             poller.serve(weak);
         }
         Ok(CompletionQueue { shared })

@@ -34,10 +34,10 @@ const ROUNDS_IN_TURN: u32 = 4;
 /// takes about 0.2 µs, so an operation on an adapter completes within this number.
 const ROUNDS_OF_THREAD: u32 = 32;
 
-/// Wakes the task of `context`, which has spun for `rounds`. In the first round and every few
-/// rounds, other tasks run first, because the completion may depend on them.
+/// Wakes the task of `context`, which has spun for `rounds`.
 pub(super) fn wake_in_turn(context: &Context<'_>, rounds: u32) {
     if rounds % ROUNDS_IN_TURN == 1 {
+        // The completion may depend on other tasks.
         wake_after_others(context);
     } else {
         wake_to_repoll(context);
@@ -45,22 +45,20 @@ pub(super) fn wake_in_turn(context: &Context<'_>, rounds: u32) {
 }
 
 /// Yields the core of a thread every few rounds, for a task that spins without a limit.
-///
-/// The completion may depend on a thread that shares the core, which would otherwise wait some
-/// milliseconds for the end of the time slice. A current-thread runtime is assumed to have its own
-/// core.
 pub(super) fn share_core(rounds: u32) {
+    // The completion may depend on a thread that shares the core, which would otherwise wait some
+    // milliseconds for the end of the time slice. A current-thread runtime is assumed to have its
+    // own core.
     if rounds.is_multiple_of(ROUNDS_OF_THREAD) && !is_single_threaded() {
         std::thread::yield_now();
     }
 }
 
 /// Wakes the task of `context`, in a current-thread runtime after its other tasks and I/O.
-///
-/// Other wake-ups need no deferral: the future of `block_on` is not in the queue, and a
-/// multi-thread runtime polls its I/O elsewhere.
 #[inline(never)]
 pub(super) fn wake_after_others(context: &Context<'_>) {
+    // Other wake-ups need no deferral: the future of `block_on` is not in the queue, and a
+    // multi-thread runtime polls its I/O elsewhere.
     if try_id().is_some() && is_single_threaded() {
         let task = context.waker().clone();
         let deferred = DEFERRED.try_with(|(deferred, waker)| {

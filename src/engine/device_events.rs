@@ -1,5 +1,3 @@
-//! Asynchronous device events as a stream.
-
 use std::fmt;
 use std::future::poll_fn;
 use std::io;
@@ -45,8 +43,8 @@ impl Device {
     }
 }
 
-/// Returns a waker that is woken after other code has read events of `kind`, while the listener
-/// exists.
+/// Returns a waker that is woken, while the listener exists, after other code has read events of
+/// `kind`.
 fn listen(
     device: &Device,
     kind: EventKind,
@@ -58,8 +56,7 @@ fn listen(
     Ok((waker, listener))
 }
 
-/// Returns a descriptor that is readable while the device has unread events. It is a duplicate,
-/// because a descriptor can be registered once.
+/// Returns a duplicate of the descriptor of events, because a descriptor can be registered once.
 pub(super) fn readable(device: &Device) -> io::Result<Readable<OwnedFd>> {
     let fd = device.event_fd().try_clone_to_owned()?;
     Readable::new(fd)
@@ -137,7 +134,7 @@ pub(crate) fn all_ports_are_down(device: &Device) -> bool {
     ports.all(|port| port.is_ok_and(|port| port.state != PortState::Active))
 }
 
-/// Notices changes of a device's ports, and its removal, but leaves the events to the streams of
+/// Notices the removal of a device and changes of its ports. Leaves the events to the streams of
 /// the user.
 pub(crate) struct PortChanges {
     device: Device,
@@ -147,8 +144,8 @@ pub(crate) struct PortChanges {
 }
 
 impl PortChanges {
-    /// Watches changes from now on. Logs a warning and returns `None` if the thread that reports
-    /// events read by other code cannot be started.
+    /// Logs a warning and returns `None` if the thread that reports events read by other code
+    /// cannot be started.
     pub(crate) fn new(device: &Device) -> Option<Self> {
         let (waker, listener) = listen(device, EventKind::Port)
             .inspect_err(|error| {

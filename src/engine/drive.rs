@@ -1,5 +1,3 @@
-//! A future that polls a completion queue for all operations, for thread-per-core services.
-
 use std::fmt;
 use std::future::Future;
 use std::pin::Pin;
@@ -9,8 +7,8 @@ use std::task::{Context, Poll};
 use pin_project::pin_project;
 
 use super::completion_queue::CompletionQueue;
-use super::completion_queue_core::CompletionQueueCore;
 use super::deferral::wake_in_turn;
+use super::drainer::Drainer;
 
 impl CompletionQueue {
     /// Runs `future` and polls this queue each time the runtime schedules the returned future,
@@ -20,7 +18,7 @@ impl CompletionQueue {
     /// queue sleep until their completion arrives, instead of each polling for itself. If it is not
     /// polled for a while, events wake them. In the other modes it reduces latency.
     ///
-    /// Use it as the main task of a current-thread runtime with a core of its own:
+    /// Meant for a current-thread runtime with a core of its own:
     /// `runtime.block_on(queue.drive(serve()))`.
     ///
     /// # Cancel safety
@@ -68,11 +66,11 @@ impl<F> fmt::Debug for Drive<F> {
 }
 
 struct Driver {
-    queue: Arc<CompletionQueueCore>,
+    queue: Arc<Drainer>,
 }
 
 impl Driver {
-    fn new(queue: &Arc<CompletionQueueCore>) -> Self {
+    fn new(queue: &Arc<Drainer>) -> Self {
         queue.begin_driving();
         Self { queue: queue.clone() }
     }

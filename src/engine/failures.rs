@@ -79,7 +79,7 @@ impl Failures {
         lock(&self.parts).remove(&index_of(slot.id())).unwrap_or_default()
     }
 
-    /// Fails the parts before the last one that have not failed yet, except the first `done`, which
+    /// Fails the parts before the last one that have not failed, except the first `done`, which
     /// have completed.
     pub(super) fn fail_parts_from<Q>(&self, slot: &Slot<Q>, done: u32, kind: OpErrorKind) {
         let mut failed: Vec<u32> = match lock(&self.parts).get(&index_of(slot.id())) {

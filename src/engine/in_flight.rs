@@ -8,16 +8,16 @@ use std::sync::Arc;
 use std::task::{Context, Poll, ready};
 
 use super::claim::Claim;
-use super::completion_queue_core::CompletionQueueCore;
+use super::drainer::Drainer;
 use super::failures::success;
-use super::slot::{Detach, FailedParts, Held, Outcome};
+use super::slot::{Detach, DetachedBuffers, FailedParts, Outcome};
 use super::work_queue::WorkQueue;
 use super::work_request_id::index_of;
 use crate::coop::within_budget;
 use crate::error::OpErrorKind;
 use crate::types::{WorkCompletion, WrId};
 
-/// One work request with its buffers `B`, in flight or refused.
+/// A work request with its buffers `B`.
 ///
 /// Dropping it detaches: the buffers move into the slot and are dropped at the completion.
 pub(crate) struct InFlight<B: Send + 'static> {
@@ -47,7 +47,7 @@ impl<B: Send + 'static> InFlight<B> {
         self.held.as_ref().and_then(|(claim, _)| claim.refusal())
     }
 
-    /// Returns the work queue and the id of the (last) work request, if it was posted or queued and
+    /// Returns the work queue and the id of the last work request, if it was posted or queued and
     /// its outcome was not taken.
     pub(crate) fn posted(&self) -> Option<(&Arc<WorkQueue>, WrId)> {
         let (claim, _) = self.held.as_ref()?;
@@ -60,8 +60,7 @@ impl<B: Send + 'static> InFlight<B> {
         })
     }
 
-    /// Polls for the outcome; passes the buffers and the result of `see`, which reads the
-    /// completion, to `finish`, once.
+    /// Polls for the outcome. Passes the buffers and the result of `extract` to `finish`, once.
     ///
     /// # Panics
     ///
@@ -70,22 +69,22 @@ impl<B: Send + 'static> InFlight<B> {
     pub(crate) fn poll<S, R>(
         &mut self,
         context: &mut Context<'_>,
-        see: impl Fn(&WorkCompletion) -> S,
+        extract: impl Fn(&WorkCompletion) -> S,
         finish: impl FnOnce(B, Result<S, OpErrorKind>) -> R,
     ) -> Poll<R> {
         let Some((claim, _)) = &self.held else { polled_again() };
         // SAFETY: C1: only this copy is ended: `end` takes the other out of `held` and forgets it.
         let (claim, held) = (unsafe { claim.same() }, &mut self.held);
-        let end = |claim: Claim<WorkQueue>, seen: Option<S>| {
+        let end = |claim: Claim<WorkQueue>, extracted: Option<S>| {
             // Before the claim is ended: if that unwinds, the drop has nothing to abandon.
             // SAFETY: C1: `held` has the claim copied above, and this is the first take.
             let (_, buffer) = unsafe { held.take().unwrap_unchecked() };
             // SAFETY: C1: the slot is complete.
-            Poll::Ready(finish(buffer, unsafe { claim.take(seen, &see) }))
+            Poll::Ready(finish(buffer, unsafe { claim.take(extracted, &extract) }))
         };
         if claim.is_new() {
-            return match CompletionQueueCore::poll_first(claim.queue(), &claim, context, &see) {
-                Poll::Ready(Some(seen)) => end(claim, Some(seen)),
+            return match Drainer::poll_first(claim.queue(), &claim, context, &extract) {
+                Poll::Ready(Some(extracted)) => end(claim, Some(extracted)),
                 Poll::Ready(None) => end(claim, None),
                 Poll::Pending => Poll::Pending,
             };
@@ -96,14 +95,13 @@ impl<B: Send + 'static> InFlight<B> {
             }
             return end(claim, None);
         }
-        match claim.wait(context, &see) {
-            Poll::Ready(seen) => end(claim, seen),
+        match claim.wait(context, &extract) {
+            Poll::Ready(extracted) => end(claim, extracted),
             Poll::Pending => Poll::Pending,
         }
     }
 
-    /// Polls a batch; passes its buffers, the result of its last work request and the earlier parts
-    /// that failed to `finish`, once.
+    /// Like [`poll`](Self::poll), for a batch. Also passes the earlier parts that failed.
     #[inline]
     pub(crate) fn poll_batch<R>(
         &mut self,
@@ -111,17 +109,17 @@ impl<B: Send + 'static> InFlight<B> {
         finish: impl FnOnce(B, Result<(), OpErrorKind>, FailedParts) -> R,
     ) -> Poll<R> {
         let Some((claim, _)) = &self.held else { polled_again() };
-        let see = |_: &WorkCompletion| claim.queue().end_parts(claim);
-        let seen = if claim.is_new() {
-            ready!(CompletionQueueCore::poll_first(claim.queue(), claim, context, see))
+        let extract = |_: &WorkCompletion| claim.queue().end_parts(claim);
+        let extracted = if claim.is_new() {
+            ready!(Drainer::poll_first(claim.queue(), claim, context, extract))
         } else {
             if claim.is_complete() {
                 ready!(poll_refused(context));
             }
-            ready!(claim.wait(context, &see))
+            ready!(claim.wait(context, &extract))
         };
         let Some((claim, buffers)) = self.held.take() else { polled_again() };
-        let failed = match (seen, claim.posted_to()) {
+        let failed = match (extracted, claim.posted_to()) {
             (Some(failed), _) => {
                 // SAFETY: C1: its completion was found, so it was posted.
                 unsafe { claim.end() };
@@ -153,11 +151,10 @@ impl<B: Send + 'static> Drop for InFlight<B> {
     }
 }
 
-/// Consumes from the budget of a task whose request was refused. Posted requests count towards
-/// `ready_budget` of the completion queue instead, which costs less.
 #[cold]
 #[inline(never)]
 fn poll_refused(context: &mut Context<'_>) -> Poll<()> {
+    // Posted requests count towards `ready_budget` of the completion queue, which costs less.
     within_budget(context, |_| Poll::Ready(()))
 }
 
@@ -170,7 +167,7 @@ fn polled_again() -> ! {
 impl Claim<WorkQueue> {
     pub(super) fn release(self) {
         if let Some(queue) = self.posted_to() {
-            queue.slots().hint(&self);
+            queue.slots().remember_free(&self);
             // SAFETY: C1: it was posted.
             unsafe { self.end() };
         } else {
@@ -189,7 +186,7 @@ impl Claim<WorkQueue> {
         };
         let index = index_of(self.id());
         // In a box only while the device may use it.
-        let (held, unneeded): (Option<Held>, _) =
+        let (held, unneeded): (Option<DetachedBuffers>, _) =
             if std::mem::needs_drop::<T>() && !self.is_complete() {
                 (Some(Box::new(held)), None)
             } else {
@@ -219,55 +216,56 @@ impl Claim<WorkQueue> {
     fn wait<S>(
         &self,
         context: &mut Context<'_>,
-        see: &impl Fn(&WorkCompletion) -> S,
+        extract: &impl Fn(&WorkCompletion) -> S,
     ) -> Poll<Option<S>> {
         if self.is_complete() {
             return Poll::Ready(None);
         }
-        self.queue().cq().poll_again(self.queue(), self, context, see)
+        self.queue().cq().poll_again(self.queue(), self, context, extract)
     }
 
-    /// Ends the claim and returns `seen`, the result of a success, or else the outcome in the slot.
+    /// Ends the claim and returns `extracted`, the result of a success, or else the outcome in the
+    /// slot.
     ///
     /// # Safety
     ///
-    /// The operation is complete, and was posted if `seen` is some.
+    /// The operation is complete, and was posted if `extracted` is some.
     #[inline]
     unsafe fn take<S>(
         self,
-        seen: Option<S>,
-        see: &impl Fn(&WorkCompletion) -> S,
+        extracted: Option<S>,
+        extract: &impl Fn(&WorkCompletion) -> S,
     ) -> Result<S, OpErrorKind> {
-        let seen = match seen {
-            Some(seen) => seen,
-            None => match self.success(see) {
-                Some((queue, seen)) => {
-                    queue.slots().hint(&self);
-                    seen
+        let extracted = match extracted {
+            Some(extracted) => extracted,
+            None => match self.success(extract) {
+                Some((queue, extracted)) => {
+                    queue.slots().remember_free(&self);
+                    extracted
                 }
-                None => return self.take_outcome(see),
+                None => return self.take_outcome(extract),
             },
         };
         // SAFETY: C1: the caller's promise, or `success` found its queue.
         unsafe { self.end() };
-        Ok(seen)
+        Ok(extracted)
     }
 
     #[inline]
-    fn success<S>(&self, see: &impl Fn(&WorkCompletion) -> S) -> Option<(&WorkQueue, S)> {
+    fn success<S>(&self, extract: &impl Fn(&WorkCompletion) -> S) -> Option<(&WorkQueue, S)> {
         let queue = self.posted_to()?;
-        let seen = self.outcome(|outcome| match outcome {
-            Ok(wc) if wc.status.is_success() => Some(see(wc)),
+        let extracted = self.outcome(|outcome| match outcome {
+            Ok(wc) if wc.status.is_success() => Some(extract(wc)),
             _ => None,
         })?;
-        Some((queue, seen))
+        Some((queue, extracted))
     }
 
     #[inline(never)]
-    fn take_outcome<S>(self, see: &impl Fn(&WorkCompletion) -> S) -> Result<S, OpErrorKind> {
-        let seen = self.outcome(|outcome| ending(outcome).map(see));
+    fn take_outcome<S>(self, extract: &impl Fn(&WorkCompletion) -> S) -> Result<S, OpErrorKind> {
+        let extracted = self.outcome(|outcome| ending(outcome).map(extract));
         self.release();
-        seen
+        extracted
     }
 }
 

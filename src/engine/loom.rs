@@ -13,7 +13,7 @@ use ::loom::sync::{Arc, Mutex};
 use ::loom::thread;
 
 use super::capacity::Capacity;
-use super::slot::{Detach, Discarded, Finished, Held, Outcome, Registered, Slot};
+use super::slot::{Detach, DetachedBuffers, Discarded, Finished, Outcome, Registered, Slot};
 use crate::error::OpErrorKind;
 use crate::types::{WorkCompletion, WrId};
 
@@ -67,7 +67,7 @@ fn completed(slot: &Slot<()>, id: WrId) -> Finished {
     }
 }
 
-fn finish(slot: &Slot<()>, id: WrId) -> Option<Held> {
+fn finish(slot: &Slot<()>, id: WrId) -> Option<DetachedBuffers> {
     match completed(slot, id) {
         Finished::Stale => panic!("the slot is in flight"),
         Finished::Unwatched => None,

@@ -9,18 +9,18 @@
 //!
 //! ```text
 //!  QueuePair ──▶ QueuePairCore ──▶ Qp, its WorkQueues
-//!  CompletionQueue ──▶ CompletionQueueCore ──▶ WorkQueue ──▶ slots
+//!  CompletionQueue ──▶ Drainer ──▶ WorkQueue ──▶ slots
 //!  Operation ──▶ InFlight: buffers, Claim ──▶ a slot, which references its WorkQueue
 //! ```
 //!
 //! A work queue and its completion queue reference each other until the device has destroyed the
-//! work queue and `CompletionQueueCore::abandon` detaches it. So memory that the device may still
+//! work queue and `Drainer::abandon` detaches it. So memory that the device may still
 //! write stays alive. A work queue references its queue pair weakly, to destroy it if the
 //! completion queue fails.
 //!
 //! # Lock order
 //!
-//! `QueuePairCore::change`, then `CompletionQueueCore::state` (of several completion queues, by
+//! `QueuePairCore::change`, then `Drainer::state` (of several completion queues, by
 //! address), then `WorkQueue::posting`, then the locks of `Failures`. The provider's lock of a
 //! completion queue that is read in place is taken under `state`: before `posting` by dispatch,
 //! after it by a reset, which therefore holds `state` too. Cloning, waking or dropping a waker and
@@ -35,10 +35,10 @@ mod claim;
 mod completion_counters;
 mod completion_mode;
 mod completion_queue;
-mod completion_queue_core;
 mod dc_target;
 mod deferral;
 mod device_events;
+mod drainer;
 mod drive;
 mod failures;
 mod in_flight;
@@ -66,10 +66,10 @@ pub(crate) use claim::Claim;
 pub use completion_counters::CompletionQueueCounters;
 pub use completion_mode::CompletionMode;
 pub use completion_queue::{CompletionQueue, CompletionQueueBuilder};
-pub(crate) use completion_queue_core::CompletionQueueCore;
 pub(crate) use dc_target::TargetCore;
 pub use device_events::DeviceEvents;
 pub(crate) use device_events::{PortChanges, all_ports_are_down};
+pub(crate) use drainer::Drainer;
 pub use drive::Drive;
 pub(crate) use in_flight::InFlight;
 pub(crate) use posting::Poster;

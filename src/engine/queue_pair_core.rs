@@ -16,7 +16,7 @@ use std::any::Any;
 use std::fmt;
 use std::sync::{Arc, OnceLock};
 
-use super::completion_queue_core::CompletionQueueCore;
+use super::drainer::Drainer;
 use super::posting::Poster;
 use super::wake_list::Teardown;
 use super::work_queue::WorkQueue;
@@ -83,8 +83,8 @@ impl Shared {
 impl QueuePairCore {
     pub(crate) fn new(
         qp: Qp,
-        (send_cq, send): (&Arc<CompletionQueueCore>, Limits),
-        (recv_cq, receive): (&Arc<CompletionQueueCore>, Option<Limits>),
+        (send_cq, send): (&Arc<Drainer>, Limits),
+        (recv_cq, receive): (&Arc<Drainer>, Option<Limits>),
         shared: Option<Shared>,
     ) -> Result<Arc<Self>, SetupError> {
         let qp = Arc::new(qp);
@@ -181,10 +181,10 @@ impl QueuePairCore {
     }
 
     /// Moves the queue pair to the error state and waits for its last receive from a shared queue.
-    /// Fails in RESET, where nothing is in flight, and on a lost device, which flushes nothing.
     fn flush(&self, qp: &Qp) {
         match qp.modify(&QpAttr::to_state(QpState::Err)) {
             Ok(()) => qp.await_last_receive(),
+            // In RESET nothing is in flight, and a lost device flushes nothing.
             Err(error) => {
                 rdma_provider::debug!(
                     qpn = %qp.qpn(),
@@ -243,8 +243,7 @@ impl QueuePairCore {
         self.send.notify_closed();
     }
 
-    /// Waits for the last reference and destroys the queue pair. Other references are held only
-    /// during a verb.
+    /// Waits for other references, which are held only during a verb.
     fn destroy(&self, mut qp: Arc<Qp>) -> Result<(), VerbError> {
         loop {
             match Arc::try_unwrap(qp) {

@@ -1,13 +1,13 @@
 //! The completion channel in Tokio's runtimes.
 //!
-//! An event wakes the completion queue, not an operation: the queue is drained, and each operation
-//! found complete is woken once. Hardware makes a descriptor readable, and the waker that Tokio's
-//! reactor calls drains the queue without a task. A software device calls a waker while it holds
-//! locks, so a task drains the queue instead; this takes no system call.
+//! At an event the queue is drained, and each operation found complete is woken once. Hardware
+//! makes a descriptor readable, and the waker that Tokio's reactor calls drains the queue without a
+//! task. A software device calls a waker while it holds locks, so a task drains the queue instead;
+//! this takes no system call.
 //!
 //! In hybrid mode each registration has a task even if there is a descriptor. If the queue has a
-//! [listener](super::work_queue::WorkQueue::listen), the task polls it for a while after an event.
-//! Awaited operations spin themselves.
+//! [completion waker](super::work_queue::WorkQueue::listen), the task polls it for a while after an
+//! event. Awaited operations spin themselves.
 //!
 //! Every runtime in which an operation waits has its own registration, so no wake-up depends on
 //! another runtime. The reactor also watches the asynchronous events of the device, because no
@@ -39,9 +39,9 @@ pub(super) trait Watched: Send + Sync {
 
     fn on_event(&self, runtime: Option<runtime::Id>) -> bool;
 
-    /// Polls for the task of `runtime`, after `rounds` polls without a completion; 0 when it
-    /// begins. Returns the rounds for the next poll, or `None` if the task is to wait for an event,
-    /// which was requested.
+    /// Polls for the task of `runtime`, after `rounds` polls without a completion. Returns the
+    /// rounds for the next poll, or `None` if the task is to wait for an event, which was
+    /// requested.
     fn spin(&self, runtime: runtime::Id, rounds: u32) -> Option<u32>;
 
     fn stop_spinning(&self, runtime: runtime::Id);
@@ -67,7 +67,7 @@ struct Reactor {
     cq: Weak<dyn Watched>,
     /// One waker per descriptor, so that a completion does not poll the others. They reference the
     /// reactor weakly, because the registration holds the waker.
-    completion_waker: Waker,
+    channel_waker: Waker,
     event_waker: Waker,
     arrival_waker: Waker,
     may_spin: bool,
@@ -166,9 +166,8 @@ impl Reactors {
 
 const MAX_WITHOUT_SOURCE: usize = 64;
 
-/// Adds an entry. If there are many without a source, it replaces the oldest one: a queue may
-/// outlive any number of runtimes.
 fn add(list: &mut Vec<Arc<Reactor>>, new: Arc<Reactor>) {
+    // A queue may outlive any number of runtimes, so entries without a source are limited.
     let is_idle = |reactor: &&Arc<Reactor>| reactor.watched.source.is_none();
     if list.iter().filter(is_idle).count() >= MAX_WITHOUT_SOURCE
         && let Some(oldest) = list.iter().position(|reactor| is_idle(&reactor))
@@ -237,7 +236,7 @@ impl Reactor {
                 runtime,
                 watched,
                 cq,
-                completion_waker: waker(Self::serve_completions),
+                channel_waker: waker(Self::serve_completions),
                 event_waker: waker(Self::serve_events),
                 arrival_waker: waker(Self::serve_arrivals),
                 may_spin,
@@ -277,7 +276,7 @@ impl Reactor {
         else {
             return;
         };
-        if fd.serve(&self.completion_waker, || self.on_event(&*cq)).is_break() {
+        if fd.serve(&self.channel_waker, || self.on_event(&*cq)).is_break() {
             self.end(&*cq);
         }
     }

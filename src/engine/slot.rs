@@ -48,12 +48,12 @@ const SPUN: u16 = 32;
 const POLLED: u16 = 64;
 const SOLICITED: u16 = 256;
 const FAILED: u16 = 128;
-/// The work queue may have a [listener](super::work_queue::WorkQueue::listen).
-const LISTENED: u16 = 512;
+/// The work queue may have a completion waker.
+const NOTIFIES: u16 = 512;
 
 pub(crate) type Outcome = Result<WorkCompletion, OpErrorKind>;
 
-pub(crate) type Held = Box<dyn Any + Send>;
+pub(crate) type DetachedBuffers = Box<dyn Any + Send>;
 
 /// The drainer's remaining work after it finished a slot.
 #[derive(Debug)]
@@ -64,7 +64,7 @@ pub(super) enum Finished {
     Wake(Waker),
     /// The operation was abandoned; the caller must [free](Slot::free) the slot.
     Detached {
-        held: Option<Held>,
+        held: Option<DetachedBuffers>,
         /// Dropped without any lock held.
         waker: Option<Waker>,
     },
@@ -91,15 +91,15 @@ pub(super) struct Unwatched(u16);
 
 impl Unwatched {
     #[inline]
-    pub(super) fn is_listened(self) -> bool {
-        self.0 & LISTENED != 0
+    pub(super) fn notifies(self) -> bool {
+        self.0 & NOTIFIES != 0
     }
 }
 
 #[derive(Debug)]
 pub(super) enum Detach {
     /// The result is available; the buffers are returned, and the caller must release the slot.
-    Complete(Option<Held>),
+    Complete(Option<DetachedBuffers>),
     InFlight {
         waiting: bool,
     },
@@ -133,7 +133,7 @@ pub(crate) struct Slot<Q> {
     /// Owned by the drainer until COMPLETE, then by the future.
     outcome: UnsafeCell<Outcome>,
     /// Owned by the future until DETACHED, then by the drainer.
-    held: UnsafeCell<Option<Held>>,
+    held: UnsafeCell<Option<DetachedBuffers>>,
 }
 
 #[cfg(all(not(loom), target_pointer_width = "64"))]
@@ -168,8 +168,8 @@ impl<Q> Slot<Q> {
         self
     }
 
-    pub(super) fn listened(mut self) -> Self {
-        self.first = AtomicU16::new(self.first.load(Ordering::Relaxed) | LISTENED);
+    pub(super) fn notifying(mut self) -> Self {
+        self.first = AtomicU16::new(self.first.load(Ordering::Relaxed) | NOTIFIES);
         self
     }
 
@@ -492,7 +492,7 @@ impl<Q> Slot<Q> {
         self.outcome.with(|cell| read(unsafe { &*cell }))
     }
 
-    pub(super) fn detach(&self, held: Option<Held>) -> Detach {
+    pub(super) fn detach(&self, held: Option<DetachedBuffers>) -> Detach {
         // SAFETY: C3: until DETACHED the cell is the future's.
         self.held.with_mut(|cell| unsafe { *cell = held });
         let mut state = self.state.load(Ordering::Acquire);

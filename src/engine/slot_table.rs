@@ -29,7 +29,7 @@ pub(super) const MAX_SLOTS: u32 = (1 << INDEX_BITS) - BIAS;
 /// until its operation has taken the result.
 pub(super) struct Slots<Q> {
     /// First candidate in the search: the slot released last, which is likely in the cache.
-    hint: Hint<Q>,
+    likely_free: LikelyFree<Q>,
     /// The first step, allocated with the first slot: many receive queues are never used.
     first: Step<Q>,
     steps: OnceLock<Box<Steps<Q>>>,
@@ -78,7 +78,7 @@ impl<Q> Step<Q> {
         (!first.is_null()).then(|| unsafe { &*first.add(offset) })
     }
 
-    /// Sets the slots. The caller excludes other threads that do.
+    /// The caller excludes other threads that set the slots.
     fn set(&self, slots: Box<[Slot<Q>]>) {
         debug_assert!(self.get(0).is_none(), "a step is set once");
         self.0.store(Box::into_raw(slots).cast(), Ordering::Release);
@@ -108,7 +108,7 @@ pub(super) struct Cursor {
 
 impl<Q> Slots<Q> {
     pub(super) fn new() -> Self {
-        Self { hint: Hint::new(), first: Step::empty(), steps: OnceLock::new() }
+        Self { likely_free: LikelyFree::new(), first: Step::empty(), steps: OnceLock::new() }
     }
 
     /// Returns step and offset of a slot: 0..4, 4..8, 8..12, 12..16, 16..24, 24..32, …
@@ -144,14 +144,12 @@ impl<Q> Slots<Q> {
 
     #[inline]
     pub(super) fn claim_next(&self) -> Option<&Slot<Q>> {
-        self.hint.claim(1)
+        self.likely_free.claim(1)
     }
 
-    /// Claims a free slot for `parts` work requests; `None` if all [`MAX_SLOTS`] are taken. `make`
-    /// creates the slot with the given index.
+    /// Claims a free slot for `parts` work requests; `None` if all [`MAX_SLOTS`] are taken.
     ///
-    /// Consecutive operations use the same slot. Concurrent operations that end in the order they
-    /// began each use the slot released before.
+    /// Consecutive operations use the same slot.
     #[inline]
     pub(super) fn claim(
         &self,
@@ -159,7 +157,7 @@ impl<Q> Slots<Q> {
         parts: u32,
         make: impl Fn(u32) -> Slot<Q>,
     ) -> Option<&Slot<Q>> {
-        match self.hint.claim(parts) {
+        match self.likely_free.claim(parts) {
             None => self.search(cursor, parts, make),
             slot => slot,
         }
@@ -174,7 +172,7 @@ impl<Q> Slots<Q> {
     ) -> Option<&Slot<Q>> {
         for step in 0..cursor.len {
             let index = cursor.next.wrapping_add(step) % cursor.len;
-            if let Some(slot) = self.hint.claim_at(self.slot(index), parts) {
+            if let Some(slot) = self.likely_free.claim_at(self.slot(index), parts) {
                 cursor.next = index + 1;
                 // The search has passed more than half of them: grow, to shorten later ones.
                 if step > cursor.len / 2 {
@@ -185,7 +183,7 @@ impl<Q> Slots<Q> {
         }
         cursor.next = cursor.len;
         self.grow(cursor, make)?;
-        self.hint.claim_at(self.slot(cursor.next), parts)
+        self.likely_free.claim_at(self.slot(cursor.next), parts)
     }
 
     fn step(&self, step: usize) -> Option<&Step<Q>> {
@@ -212,8 +210,8 @@ impl<Q> Slots<Q> {
     }
 
     #[inline]
-    pub(super) fn hint(&self, slot: &Slot<Q>) {
-        self.hint.set(slot);
+    pub(super) fn remember_free(&self, slot: &Slot<Q>) {
+        self.likely_free.set(slot);
     }
 
     pub(super) fn iter(&self) -> impl Iterator<Item = (u32, &Slot<Q>)> {
@@ -221,16 +219,16 @@ impl<Q> Slots<Q> {
     }
 }
 
-struct Hint<Q>(AtomicPtr<Slot<Q>>);
+struct LikelyFree<Q>(AtomicPtr<Slot<Q>>);
 
-impl<Q> Hint<Q> {
+impl<Q> LikelyFree<Q> {
     fn new() -> Self {
         Self(AtomicPtr::new(ptr::null_mut()))
     }
 
     #[inline]
     fn claim(&self, parts: u32) -> Option<&Slot<Q>> {
-        // SAFETY: C1: a slot of the table that the hint is part of; slots never move.
+        // SAFETY: C1: a slot of the table that this is part of; slots never move.
         let slot = unsafe { self.0.load(Ordering::Relaxed).as_ref() }?;
         self.claim_at(slot, parts)
     }
@@ -271,7 +269,7 @@ mod tests {
 
     fn claim<'a>(slots: &'a Slots<()>, cursor: &mut Cursor) -> &'a Slot<()> {
         slots
-            .hint
+            .likely_free
             .claim(1)
             .or_else(|| slots.search(cursor, 1, |index| Slot::new(WrId(index.into()), false)))
             .unwrap()
@@ -281,21 +279,23 @@ mod tests {
     fn free_slots_follow_each_other_in_a_ring() {
         let (slots, mut cursor) = (Slots::<()>::new(), Cursor::default());
         assert!(
-            slots.find(0).is_none() && slots.hint.claim(1).is_none() && slots.iter().count() == 0
+            slots.find(0).is_none()
+                && slots.likely_free.claim(1).is_none()
+                && slots.iter().count() == 0
         );
         let first = claim(&slots, &mut cursor);
         let others: Vec<_> =
-            (1..FIRST).map(|_| slots.hint.claim(1).unwrap().id().0 as u32).collect();
+            (1..FIRST).map(|_| slots.likely_free.claim(1).unwrap().id().0 as u32).collect();
         assert_eq!((first.id(), others), (WrId(0), (1..FIRST).collect()));
-        assert!(slots.hint.claim(1).is_none(), "all are taken");
+        assert!(slots.likely_free.claim(1).is_none(), "all are taken");
         first.free();
         assert!(
-            std::ptr::eq(slots.hint.claim(1).unwrap(), slots.slot(0)),
+            std::ptr::eq(slots.likely_free.claim(1).unwrap(), slots.slot(0)),
             "the first comes after the last"
         );
         assert_eq!(claim(&slots, &mut cursor).id(), WrId(FIRST.into()));
         let others: Vec<_> =
-            (1..FIRST).map(|_| slots.hint.claim(1).unwrap().id().0 as u32).collect();
+            (1..FIRST).map(|_| slots.likely_free.claim(1).unwrap().id().0 as u32).collect();
         assert_eq!((others, cursor.len), ((FIRST + 1..2 * FIRST).collect(), 2 * FIRST));
         assert!(
             slots
@@ -326,7 +326,7 @@ mod tests {
         assert!(slot.is_current(first));
         slot.free();
         assert!(!slot.is_current(first));
-        slots.hint(slot);
+        slots.remember_free(slot);
         let again = claim(&slots, &mut cursor);
         assert!(std::ptr::eq(slot, again));
         assert!(again.is_current(again.id()) && !again.is_current(first));
@@ -338,7 +338,7 @@ mod tests {
         let mut before = Vec::new();
         for parts in [5, 1, 32, 2, crate::engine::slot::MAX_PARTS, 3] {
             let slot = slots
-                .hint
+                .likely_free
                 .claim(parts)
                 .or_else(|| {
                     slots.search(&mut cursor, parts, |index| Slot::new(WrId(index.into()), false))
@@ -357,7 +357,7 @@ mod tests {
             assert!(slot.part(WrId(slot.id().0 ^ 1)).is_none(), "another slot's");
             slot.end_parts();
             slot.free();
-            slots.hint(slot);
+            slots.remember_free(slot);
             before.extend(ids);
         }
     }

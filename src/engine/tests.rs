@@ -457,7 +457,7 @@ mod locking_waker {
     use std::sync::Arc;
     use std::task::{RawWaker, RawWakerVTable, Waker};
 
-    use crate::engine::{CompletionQueue, CompletionQueueCore};
+    use crate::engine::{CompletionQueue, Drainer};
 
     const TABLE: RawWakerVTable = RawWakerVTable::new(clone, wake, wake_by_ref, drop_waker);
 
@@ -471,7 +471,7 @@ mod locking_waker {
         // SAFETY: C2: a reference that the caller keeps.
         unsafe {
             wake_by_ref(data);
-            Arc::increment_strong_count(data.cast::<CompletionQueueCore>());
+            Arc::increment_strong_count(data.cast::<Drainer>());
         }
         RawWaker::new(data, &TABLE)
     }
@@ -483,12 +483,12 @@ mod locking_waker {
 
     unsafe fn wake_by_ref(data: *const ()) {
         // SAFETY: C2: a reference that the caller keeps.
-        unsafe { (*data.cast::<CompletionQueueCore>()).counters() };
+        unsafe { (*data.cast::<Drainer>()).counters() };
     }
 
     unsafe fn drop_waker(data: *const ()) {
         // SAFETY: C2: this function consumes the reference.
-        unsafe { Arc::from_raw(data.cast::<CompletionQueueCore>()) }.counters();
+        unsafe { Arc::from_raw(data.cast::<Drainer>()) }.counters();
     }
 }
 

@@ -11,12 +11,12 @@ use std::task::Waker;
 use rdma_provider::later;
 use smallvec::SmallVec;
 
-use super::slot::Held;
+use super::slot::DetachedBuffers;
 use crate::error::OpErrorKind;
 
 pub(super) trait Teardown: Send + Sync {
-    /// Destroys a queue pair or DC target, or closes a shared receive queue. Work without a
-    /// completion fails with `kind`. Takes the lock of the completion queue.
+    /// Destroys the object, or closes a shared receive queue. Work without a completion fails with
+    /// `kind`. Takes the lock of the completion queue.
     fn shut_down(&self, kind: OpErrorKind);
 
     /// Moves a queue pair to the error state because of `cause`. Returns false if it is not a queue
@@ -26,7 +26,7 @@ pub(super) trait Teardown: Send + Sync {
     }
 }
 
-/// Actions to run when no lock is held, because they run user code or take locks.
+/// Actions that run user code or take locks.
 ///
 /// Most lists wake one task, which needs no box. A list is small, because each completion queue has
 /// one.
@@ -39,7 +39,7 @@ pub(super) struct WakeList {
 #[derive(Default)]
 struct Actions {
     wakers: SmallVec<[Waker; 16]>,
-    held: SmallVec<[Held; 2]>,
+    held: SmallVec<[DetachedBuffers; 2]>,
     discarded: SmallVec<[Waker; 1]>,
     teardowns: SmallVec<[(Arc<dyn Teardown>, OpErrorKind); 1]>,
 }
@@ -89,8 +89,7 @@ impl WakeList {
         }
     }
 
-    /// Adds the buffers and the waker of an abandoned operation.
-    pub(super) fn dispose(&mut self, held: Option<Held>, waker: Option<Waker>) {
+    pub(super) fn dispose(&mut self, held: Option<DetachedBuffers>, waker: Option<Waker>) {
         if held.is_some() || waker.is_some() {
             let actions = self.more();
             actions.held.extend(held);

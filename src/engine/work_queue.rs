@@ -17,7 +17,7 @@ use rdma_provider::prefetch;
 
 use super::capacity::Capacity;
 use super::claim::Claim;
-use super::completion_queue_core::CompletionQueueCore;
+use super::drainer::Drainer;
 use super::failures::{Failures, failure};
 use super::posting::{Poster, Posting, is_traced};
 use super::slot::{FailedParts, Finished, Outcome, Slot};
@@ -39,9 +39,9 @@ pub(crate) const QUEUE_LINES: usize = 3;
 #[repr(C)]
 pub(crate) struct WorkQueue {
     pub(super) slots: Slots<Self>,
-    /// References this queue until [`CompletionQueueCore::abandon`] detaches it, which keeps alive
+    /// References this queue until [`Drainer::abandon`] detaches it, which keeps alive
     /// what the device still uses.
-    cq: Arc<CompletionQueueCore>,
+    cq: Arc<Drainer>,
     /// Maximum bytes of a single-element request that needs no further check; 0 if all need one.
     plain: u64,
     pd: PdKey,
@@ -56,16 +56,11 @@ pub(crate) struct WorkQueue {
     /// Never set for a shared receive queue.
     queue_pair: OnceLock<Weak<dyn Teardown>>,
     /// Set only if `limits.listened`.
-    listener: OnceLock<Waker>,
+    completion_waker: OnceLock<Waker>,
 }
 
 impl WorkQueue {
-    pub(super) fn new(
-        owner: Owner,
-        poster: Poster,
-        limits: Limits,
-        cq: Arc<CompletionQueueCore>,
-    ) -> Self {
+    pub(super) fn new(owner: Owner, poster: Poster, limits: Limits, cq: Arc<Drainer>) -> Self {
         Self {
             slots: Slots::new(),
             pd: limits.pd,
@@ -78,7 +73,7 @@ impl WorkQueue {
             failures: Failures::new(),
             posting: Mutex::new(Posting::new(poster)),
             queue_pair: OnceLock::new(),
-            listener: OnceLock::new(),
+            completion_waker: OnceLock::new(),
             cq,
         }
     }
@@ -101,7 +96,7 @@ impl WorkQueue {
         self.queue_pair.get()?.upgrade()
     }
 
-    pub(crate) fn cq(&self) -> &Arc<CompletionQueueCore> {
+    pub(crate) fn cq(&self) -> &Arc<Drainer> {
         &self.cq
     }
 
@@ -122,7 +117,7 @@ impl WorkQueue {
         let make = |index| {
             let slot = Slot::new(self.owner.first_id(index), self.is_polled());
             let slot = if self.limits.solicited { slot.solicited() } else { slot };
-            if self.limits.listened { slot.listened() } else { slot }
+            if self.limits.listened { slot.notifying() } else { slot }
         };
         // SAFETY: C1: just claimed.
         self.slots.claim(cursor, parts, make).map(|slot| unsafe { Claim::new(self, slot) })
@@ -130,7 +125,7 @@ impl WorkQueue {
 
     #[inline]
     pub(super) fn release(&self, slot: &Slot<Self>) {
-        self.slots.hint(slot);
+        self.slots.remember_free(slot);
         slot.free();
     }
 
@@ -183,15 +178,15 @@ impl WorkQueue {
         }
         if !slot.finish_unwatched(unwatched, wc) {
             self.settle_overtaken(wc, woken);
-        } else if unwatched.is_listened() {
-            self.notify_listener(woken);
+        } else if unwatched.notifies() {
+            self.notify_completion(woken);
         }
     }
 
     #[inline]
-    fn notify_listener(&self, woken: &mut WakeList) {
-        if let Some(listener) = self.listener.get() {
-            woken.wake_once(listener);
+    fn notify_completion(&self, woken: &mut WakeList) {
+        if let Some(completion_waker) = self.completion_waker.get() {
+            woken.wake_once(completion_waker);
         }
     }
 
@@ -258,7 +253,7 @@ impl WorkQueue {
     fn follow_up(&self, slot: &Slot<Self>, finished: Finished, woken: &mut WakeList) {
         match finished {
             Finished::Stale => {}
-            Finished::Unwatched => self.notify_listener(woken),
+            Finished::Unwatched => self.notify_completion(woken),
             Finished::Wake(waker) => {
                 self.remove_watcher();
                 woken.wake(waker);
@@ -318,7 +313,7 @@ impl WorkQueue {
         // Excludes the poster, which finishes queued work that was never posted.
         let posting = lock(&self.posting);
         posting.watch.rouse.iter().for_each(|waker| woken.wake(waker.clone()));
-        self.notify_listener(woken);
+        self.notify_completion(woken);
         for (_, slot) in self.slots.iter() {
             if let Some((waker, stopped_waiting)) = slot.rouse() {
                 if stopped_waiting {
@@ -384,24 +379,24 @@ impl WorkQueue {
         lock(&self.posting).poster.is_some()
     }
 
-    /// Wakes `listener` whenever operations without a waker of their own complete. Requires
+    /// Wakes `completion_waker` whenever operations without a waker of their own complete. Requires
     /// `limits.listened`. Called once; earlier completions wake nothing.
     ///
     /// The queue counts as a waiter until it is detached. The waker is cloned and dropped under
     /// locks, so it must not run code of a user then.
-    pub(crate) fn listen(&self, listener: Waker) {
-        self.cq.set_listener(self, listener);
+    pub(crate) fn listen(&self, completion_waker: Waker) {
+        self.cq.set_completion_waker(self, completion_waker);
     }
 
     /// Requires the lock of the completion queue.
-    pub(super) fn set_listener(&self, listener: Waker) {
+    pub(super) fn set_completion_waker(&self, completion_waker: Waker) {
         debug_assert!(self.limits.listened, "operations are marked when they are posted");
-        let set = self.listener.set(listener);
-        debug_assert!(set.is_ok(), "a work queue has one listener");
+        let set = self.completion_waker.set(completion_waker);
+        debug_assert!(set.is_ok(), "a work queue has one completion waker");
     }
 
-    pub(super) fn has_listener(&self) -> bool {
-        self.listener.get().is_some()
+    pub(super) fn has_completion_waker(&self) -> bool {
+        self.completion_waker.get().is_some()
     }
 
     pub(crate) fn is_listened(&self) -> bool {

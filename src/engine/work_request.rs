@@ -1,5 +1,3 @@
-//! Requests to a work queue, and its counters.
-
 use crate::error::{LimitError, OpErrorKind, RemoteAccess};
 use crate::memory::PdKey;
 use crate::types::{Data, DcKey, Qkey, Qpn, SendFlags, SendOp, SendTarget, Sge, WindowBind};

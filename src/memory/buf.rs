@@ -30,7 +30,7 @@ use crate::types::Access;
 use crate::types::Sge;
 use crate::verbs::ProtectionDomain;
 
-/// One view more than this aborts the process; only leaked views reach it.
+/// The process aborts beyond this number, which only leaked views reach.
 const MAX_VIEWS: u32 = u32::MAX / 2;
 
 pub(crate) struct Slab {
@@ -114,7 +114,7 @@ pub(super) struct Chunk {
 unsafe impl Send for Chunk {}
 
 impl Chunk {
-    /// Returns chunk `index`, which is new, or which its last user has released.
+    /// The chunk is new, or its last user has released it.
     #[inline]
     pub(super) fn new(slab: Arc<Slab>, index: u32) -> Self {
         Self { start: slab.chunk(index), slab }
@@ -133,9 +133,9 @@ impl Chunk {
 
 /// An exclusively owned chunk of registered memory.
 ///
-/// It dereferences to its bytes, which are always initialised: zero at first, then with the
-/// previous content. An operation takes and returns the buffer by value, so the program never reads
-/// bytes while a device writes them. A dropped buffer returns to its pool.
+/// It dereferences to its bytes: zero at first, then the previous content. An operation takes and
+/// returns the buffer by value, so the program never reads bytes while a device writes them. A
+/// dropped buffer returns to its pool.
 pub struct BufMut {
     ptr: NonNull<u8>,
     len: u32,
@@ -352,8 +352,8 @@ impl Buf {
         Ok(BufMut { ptr: this.ptr, len: this.len, slab })
     }
 
-    /// Returns the registered buffer that already contains `bytes`, if any, so that they can be
-    /// sent without a copy. Only tried for long ones, see [`slab_index`].
+    /// Returns the registered buffer that already contains `bytes`, if they are long
+    /// ([`slab_index`]).
     #[inline]
     pub(crate) fn of_bytes(bytes: &bytes::Bytes, pd: &ProtectionDomain) -> Option<Self> {
         Self::of_bytes_in(bytes, |address, len| slab_index::find(pd, address, len))
@@ -461,7 +461,7 @@ impl Drop for Buf {
 }
 
 impl From<Buf> for bytes::Bytes {
-    /// Copies nothing. The chunk returns to its pool with the last clone.
+    /// Copies nothing.
     fn from(buf: Buf) -> Self {
         Self::from_owner(buf)
     }

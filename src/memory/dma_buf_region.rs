@@ -15,10 +15,9 @@ use rdma_provider::contract::DmaBufRange;
 
 /// Memory of a dma-buf (of a GPU, a camera, `/dev/udmabuf`), registered without a mapping.
 ///
-/// Operations use its [`slice`](Self::slice)s, and peers access it within its rights, like an
-/// [`ExposedRegion`](crate::memory::ExposedRegion). It offers no access to its bytes, which the
-/// processor may be unable to reach. A program that maps the descriptor must follow the rules of
-/// its exporter.
+/// Like an [`ExposedRegion`](crate::memory::ExposedRegion), but without access to its bytes, which
+/// the processor may be unable to reach. A program that maps the descriptor must follow the rules
+/// of its exporter.
 ///
 /// Real devices need Linux 5.12, rdma-core 34 and a driver with support
 /// ([`DeviceAttr::dma_buf`](crate::types::DeviceAttr::dma_buf)). The software device accepts
@@ -86,8 +85,8 @@ impl DmaBufRegion {
         Self::at(pd, fd, range, iova, access)
     }
 
-    /// Registers like [`new`](Self::new), with addresses from `iova`, for example the address on
-    /// the other device.
+    /// Like [`new`](Self::new), but with addresses from `iova`, for example those of the other
+    /// device.
     ///
     /// # Errors
     ///

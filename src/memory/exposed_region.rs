@@ -91,8 +91,8 @@ impl ExposedRegion {
     /// Returns address and key of the whole region, for a peer.
     ///
     /// They give access over any queue pair of the protection domain that allows remote access,
-    /// until the region is dropped. [`QueuePair::lease`](crate::QueuePair::lease) grants a part to
-    /// one peer, for a limited time.
+    /// until the region is dropped. Use [`QueuePair::lease`](crate::QueuePair::lease) for one peer,
+    /// a part, or a limited time.
     #[must_use]
     pub fn grant(&self) -> RemoteRegion {
         RemoteRegion::new(self.inner.addr(), self.inner.len() as u64, self.inner.rkey())
@@ -223,7 +223,7 @@ fn check(registration: &Registration, range: &Range<usize>) -> Result<(), LimitE
 }
 
 /// A part of an [`ExposedRegion`] or [`DmaBufRegion`](crate::memory::DmaBufRegion) as local memory
-/// of an operation. It keeps the region registered.
+/// of an operation, which keeps the region registered.
 #[derive(Clone)]
 pub struct ExposedSlice {
     inner: Arc<Registration>,

@@ -24,8 +24,8 @@ struct Chunks {
     free: Vec<Chunk>,
     total: usize,
     wanted: usize,
-    /// Chunks of `free` that only holders of a permit may take. After a wait is cancelled, this can
-    /// exceed `wanted`; then a permit is available.
+    /// Chunks of `free` that only holders of a permit may take. This can exceed `wanted` after a
+    /// wait is cancelled; then a permit is available.
     promised: usize,
     closed: bool,
 }
@@ -55,7 +55,6 @@ impl FreeList {
     }
 
     #[inline]
-    /// Takes a chunk that is free and not promised.
     pub(crate) fn take(&self, len: u32) -> Option<BufMut> {
         let mut chunks = self.chunks.lock();
         if chunks.free.len() > chunks.promised {
@@ -121,7 +120,7 @@ impl FreeList {
         self.granted(number).await.pop_many(buffers, number as usize, len);
     }
 
-    /// Waits for `number` chunks, which the caller must take with the returned lock.
+    /// The caller must take `number` chunks with the returned lock.
     async fn granted(&self, number: u32) -> MutexGuard<'_, Chunks> {
         let waiting = Waiting::new(self, number as usize);
         match wakes_contained(self.permits.acquire_many(number)).await {
@@ -136,7 +135,7 @@ impl FreeList {
         chunks
     }
 
-    /// Returns a chunk to the list of its slab, if the slab has one. The caller may hold a lock.
+    /// The caller may hold a lock.
     #[inline]
     pub(super) fn return_chunk(chunk: Chunk) {
         // Keeps the list alive: once the lock is released, another thread may drop the slab.
@@ -166,7 +165,7 @@ impl FreeList {
         buffers.pop();
     }
 
-    /// Promises free chunks to waiting tasks, as many as they ask for, and unlocks.
+    /// Promises free chunks to waiting tasks, and unlocks.
     ///
     /// Called whenever more chunks are free, or more are asked for than promised, so that no chunk
     /// stays unpromised while a task waits.

@@ -46,7 +46,6 @@ pub trait Sealed {
     }
 }
 
-/// The identity of a protection domain.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct PdKey(pub(crate) PdId);
 

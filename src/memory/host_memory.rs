@@ -44,9 +44,9 @@ unsafe impl Sync for HostMemory {}
 
 impl HostMemory {
     const PAGE: usize = 4096;
-    /// Memory of at least this size is mapped, so that freeing returns it to the system. glibc's
-    /// threshold starts here too, but grows with freed blocks, up to 32 MiB, and the process keeps
-    /// smaller blocks.
+    /// Memory of at least this size is mapped, so that freeing returns it to the system. The
+    /// threshold of glibc starts here too, but grows to 32 MiB with freed blocks, and the process
+    /// keeps smaller ones.
     const LARGE: usize = 128 << 10;
 
     /// Allocates `len` zero bytes.
@@ -62,8 +62,8 @@ impl HostMemory {
         Ok(Self::allocated(len, layout).unwrap_or_else(|_| handle_alloc_error(layout)))
     }
 
-    /// For lengths that a peer chooses: fails if the system is out of memory, unlike
-    /// [`zeroed`](Self::zeroed).
+    /// Like [`zeroed`](Self::zeroed), but fails if the system is out of memory, for lengths that a
+    /// peer chooses.
     pub(crate) fn try_zeroed(len: usize) -> Result<Self, SetupError> {
         Ok(Self::allocated(len, Self::layout(len)?)?)
     }
@@ -103,8 +103,8 @@ impl HostMemory {
     /// Allocates `len` zero bytes on huge pages of the system's default size.
     ///
     /// Takes reserved pages (`/proc/sys/vm/nr_hugepages`), or, if too few are free, transparent
-    /// huge pages where possible (`MADV_HUGEPAGE`). They make registration faster, and the device
-    /// translates fewer addresses. The size is rounded up to 2 MiB.
+    /// huge pages where possible (`MADV_HUGEPAGE`). They make registration and address translation
+    /// faster. The size is rounded up to 2 MiB.
     ///
     /// # Errors
     ///

@@ -19,7 +19,7 @@ use rdma_provider::contract::{Mw as _, Pd as _};
 /// A posted [`BindWindow`](crate::types::SendOp::BindWindow) opens the window to the queue pair's
 /// peer. [`LocalInvalidate`](crate::types::SendOp::LocalInvalidate), or the peer's
 /// [`SendWithInvalidate`](crate::types::SendOp::SendWithInvalidate), closes it. Dropping the window
-/// revokes the access in any state, then releases the regions it was [prepared](Self::prepare) for.
+/// revokes the access, then releases the regions it was [prepared](Self::prepare) for.
 ///
 /// Most programs use a [`Lease`](crate::op::Lease) instead.
 ///
@@ -114,8 +114,8 @@ impl MemoryWindow {
     /// Returns the data of a work request that binds the window to `range` of `region` under its
     /// next key.
     ///
-    /// The region stays registered until the window is dropped. The device checks whether it allows
-    /// binding ([`Access::MW_BIND`]) and whether the window is unbound.
+    /// The region stays registered until the window is dropped. It must allow binding
+    /// ([`Access::MW_BIND`]), and the window must be unbound.
     ///
     /// # Errors
     ///

@@ -13,9 +13,8 @@ use crate::verbs::ProtectionDomain;
 
 /// A pool of registered buffers of equal size. Clones refer to the same pool.
 ///
-/// Registration is slow and counts towards limits, so the pool registers large slabs. A dropped
-/// buffer returns to the pool; the buffer of an abandoned operation returns when the device has
-/// finished.
+/// The pool registers large slabs, because registration is slow and counts towards limits. A
+/// dropped buffer returns to the pool, that of an abandoned operation when the device has finished.
 ///
 /// ```
 /// use tokio_rdma::Pool;
@@ -114,8 +113,7 @@ impl Pool {
     /// Takes `number` buffers of `len` bytes and appends them to `buffers`, waiting until so many
     /// are free at once.
     ///
-    /// The pool is locked once for all of them. A task that waits for many buffers delays the tasks
-    /// behind it in the queue.
+    /// A task that waits for many buffers delays the tasks behind it in the queue.
     ///
     /// ```
     /// # use tokio_rdma::{Device, Pool};

@@ -20,11 +20,11 @@ pub(crate) struct ReadOnlyRegion {
     registration: Registration,
 }
 
-struct Shared(Bytes);
+struct SharedBytes(Bytes);
 
 // SAFETY: S1: the bytes neither move nor change while the value lives, which holds a reference to
 // them. Other references may exist, so the bytes are registered for reading only.
-unsafe impl Storage for Shared {
+unsafe impl Storage for SharedBytes {
     fn base(&mut self) -> NonNull<u8> {
         NonNull::from(&self.0[..]).cast()
     }
@@ -36,7 +36,9 @@ unsafe impl Storage for Shared {
 
 impl ReadOnlyRegion {
     pub(crate) fn new(pd: &ProtectionDomain, bytes: Bytes) -> Result<Self, SetupError> {
-        Ok(Self { registration: Registration::new(pd, Shared(bytes), Access::REMOTE_READ, false)? })
+        Ok(Self {
+            registration: Registration::new(pd, SharedBytes(bytes), Access::REMOTE_READ, false)?,
+        })
     }
 
     pub(crate) fn grant(&self) -> RemoteRegion {

@@ -8,8 +8,8 @@ use bytes::Bytes;
 use super::buf::{Buf, Slab};
 use crate::verbs::{Indexed, ProtectionDomain};
 
-/// The shortest `Bytes` that are looked up, and the shortest chunks of a slab in the index. Copying
-/// fewer bytes costs less than a search.
+/// The shortest `Bytes` that are looked up, and the shortest chunks in the index: copying fewer
+/// bytes costs less than a search.
 pub(super) const SHORTEST: usize = 4096;
 
 pub(super) fn insert(slab: &Arc<Slab>) {

@@ -23,8 +23,7 @@ struct Windows {
 }
 
 impl WindowSet {
-    /// Returns a window and the work request that binds it to `range` of `region`. `pd` is the
-    /// queue pair's protection domain.
+    /// `pd` is the queue pair's protection domain.
     pub(crate) fn lease(
         self: &Arc<Self>,
         pd: &ProtectionDomain,
@@ -76,7 +75,7 @@ impl WindowSet {
     }
 }
 
-/// A window that a queue pair binds or has bound. Dropping it revokes the access.
+/// Dropping it revokes the access.
 #[derive(Debug)]
 pub(crate) struct BoundWindow {
     window: Option<Arc<MemoryWindow>>,
@@ -88,7 +87,7 @@ impl BoundWindow {
         self.window.as_ref()
     }
 
-    /// Makes the window idle. The device must have invalidated it.
+    /// The device must have invalidated the window.
     pub(crate) fn recycle(mut self) {
         if let Some(window) = self.window.take() {
             window.release_regions();

@@ -7,8 +7,7 @@
 //!                               probes after events of the device
 //! ```
 //!
-//! Callers that wait for the same link share one future, which any of them may drive. It is dropped
-//! with the last of them, so no attempt outlives its callers.
+//! Callers that wait for the same link share one future, which is dropped with the last of them.
 
 mod link;
 mod settings;
@@ -47,11 +46,11 @@ use table::{State, Table};
 /// Links to peers by key, each made when it is first used: [`Connection`]s, or with
 /// [`over_dc`](Self::over_dc), peers of a [`DcPool`].
 ///
-/// [`get`](Self::get) returns a guard of the peer's link. A peer with a guard is *busy*; the set
-/// never closes it. A peer without one is *idle*: it is closed after
-/// [`idle_timeout`](PeerSetConfig::idle_timeout), or, least recently used first, when a new peer
-/// needs its place below [`max_peers`](PeerSetConfig::max_peers). A link that has ended is replaced
-/// at the next `get`.
+/// [`get`](Self::get) returns a guard of the peer's link. The set never closes the link of a *busy*
+/// peer, which has a guard. It closes an *idle* one after
+/// [`idle_timeout`](PeerSetConfig::idle_timeout), or, least recently used first, for a new peer
+/// beyond [`max_peers`](PeerSetConfig::max_peers). A link that has ended is replaced at the next
+/// `get`.
 ///
 /// ```
 /// use std::collections::HashMap;
@@ -83,9 +82,9 @@ use table::{State, Table};
 /// # }
 /// ```
 ///
-/// Take one guard for each request: guards are also the unit of
-/// [`max_in_flight`](PeerSetConfig::max_in_flight). A task that holds guards while it waits for
-/// another may wait for itself, until [`wait`](PeerSetConfig::wait) is over.
+/// Take one guard for each request, the unit of [`max_in_flight`](PeerSetConfig::max_in_flight). A
+/// task that holds guards while it waits for another may wait for itself, until
+/// [`wait`](PeerSetConfig::wait) is over.
 ///
 /// Dropping the set [aborts](PeerLink::abort) all links. Without a current Tokio runtime with a
 /// timer, creating one fails with [`NoRuntime`].
@@ -96,9 +95,9 @@ pub struct PeerSet<K: Hash + Eq + Clone, L: PeerLink = Connection> {
 
 /// A guard of a peer's link; see [`PeerSet::get`].
 ///
-/// The link is shared with other guards of the same peer. A message of a [`Connection`] goes to any
-/// one guard that receives, so a protocol of requests and answers needs one dispatcher per
-/// connection, or [`max_in_flight_per_peer`](PeerSetConfig::max_in_flight_per_peer) of 1.
+/// Guards of the same peer share the link. A message of a [`Connection`] goes to any one guard that
+/// receives, so requests and answers need one dispatcher per connection, or
+/// [`max_in_flight_per_peer`](PeerSetConfig::max_in_flight_per_peer) of 1.
 pub struct Peer<K: Hash + Eq + Clone, L: PeerLink = Connection> {
     link: Arc<L>,
     generation: u64,
@@ -107,8 +106,8 @@ pub struct Peer<K: Hash + Eq + Clone, L: PeerLink = Connection> {
 }
 
 impl<K: Hash + Eq + Clone, L: PeerLink> Peer<K, L> {
-    /// Returns the number of this link. Later links of the set have higher numbers.
-    /// Grants that came over a [`Connection`] belong to it.
+    /// Returns the number of this link; later links of the set have higher numbers. Grants that
+    /// came over a [`Connection`] belong to one generation.
     #[must_use]
     pub fn generation(&self) -> u64 {
         self.generation
@@ -134,12 +133,12 @@ impl<K: Hash + Eq + Clone, L: PeerLink + fmt::Debug> fmt::Debug for Peer<K, L> {
 
 impl<K: Hash + Eq + Clone + Send + Sync + 'static> PeerSet<K> {
     /// Creates an empty set whose peers are [`Listener`](crate::Listener)s at the addresses that
-    /// `resolve` returns. It is called for each attempt, so an address may change; a connection
-    /// that exists is kept until it ends or is [disconnected](Self::disconnect).
+    /// `resolve` returns for each attempt. An existing connection is kept until it ends or is
+    /// [disconnected](Self::disconnect).
     ///
-    /// After an event of the device that leaves a port active, each connection asks its peer for a
-    /// frame, unless [`keepalive`](ConnectionConfig::keepalive) is off. A connection that has lost
-    /// its peer or its address during an outage thus ends after the retransmissions of that frame.
+    /// After an event that leaves a port of the device active, each connection asks its peer for a
+    /// frame, unless [`keepalive`](ConnectionConfig::keepalive) is off. So it ends soon if an
+    /// outage has cost it its peer or address.
     ///
     /// # Errors
     ///
@@ -187,12 +186,11 @@ impl<K: Hash + Eq + Clone + Send + Sync + 'static> PeerSet<K> {
 
 impl<K: Hash + Eq + Clone + Send + Sync + 'static> PeerSet<K, DcPoolPeer> {
     /// Creates an empty set of peers of `pool`, whose targets have the addresses that `resolve`
-    /// returns. It is called when a peer is made: at its first use, after it was closed, and after
-    /// it [has failed](DcPoolPeer::has_failed), because its target may have moved.
+    /// returns: at the first use of a peer, after it was closed, and after it [has
+    /// failed](DcPoolPeer::has_failed), because its target may have moved.
     ///
-    /// The set posts no work requests: the pool assigns its initiators to the peers, and a peer
-    /// costs an address handle and some hundred bytes. Operations to a peer keep their order within
-    /// a [generation](Peer::generation).
+    /// A peer costs an address handle and some hundred bytes. Operations to a peer keep their order
+    /// within a [generation](Peer::generation).
     ///
     /// ```
     /// # use tokio_rdma::dc::DcTarget;
@@ -295,8 +293,8 @@ impl<K: Hash + Eq + Clone + Send + Sync + 'static, L: PeerLink> PeerSet<K, L> {
     /// # Errors
     ///
     /// - [`PeerError::Busy`] if a limit is reached for longer than [`PeerSetConfig::wait`].
-    /// - [`PeerError::Connect`], also if the peer's address cannot be resolved, and
-    ///   [`PeerError::ConnectTimedOut`]. The next call makes another attempt.
+    /// - [`PeerError::Connect`] and [`PeerError::ConnectTimedOut`]. The next call makes another
+    ///   attempt.
     ///
     /// # Cancel safety
     ///
@@ -315,8 +313,8 @@ impl<K: Hash + Eq + Clone + Send + Sync + 'static, L: PeerLink> PeerSet<K, L> {
         Ok(Peer { link, generation, _permits: permits, _entered: entered })
     }
 
-    /// Detaches the link of a peer, so that the next [`get`](Self::get) resolves the peer and makes
-    /// another one. Closes an idle link; guards keep a busy one. Returns true if there was one.
+    /// Detaches the link of a peer, so that the next [`get`](Self::get) makes another one. Closes
+    /// an idle link; guards keep a busy one. Returns true if there was one.
     pub fn disconnect(&self, key: &K) -> bool {
         let (detached, wake) = {
             let mut table = self.inner.table.lock();
@@ -371,7 +369,7 @@ type Connector<K, L> = dyn Fn(&K) -> BoxFuture<'static, Result<L, EstablishError
 struct Inner<K, L> {
     table: Mutex<Table<K, L>>,
     permits: Arc<Semaphore>,
-    /// The FIFO of callers that wait for a place of a new peer. Its holder waits for `place`.
+    /// The FIFO of callers with a new peer. Its holder waits for `place`.
     gate: tokio::sync::Mutex<()>,
     /// Notified when a peer becomes idle or is removed.
     place: Notify,
@@ -514,11 +512,11 @@ struct Probes<L> {
 }
 
 impl<L> Probes<L> {
-    /// Waits for a change that leaves a port active. While all are down, a probe would fail,
-    /// although a short outage harms no idle connection.
+    /// Waits for a change that leaves a port active.
     async fn due(&mut self) {
         loop {
             self.changes.wait_by_readers().await;
+            // While all are down, a probe would end connections that survive a short outage.
             if !all_ports_are_down(&self.device) {
                 return;
             }
@@ -526,8 +524,7 @@ impl<L> Probes<L> {
     }
 }
 
-/// Closes links of idle peers after their timeout, and links that were evicted. Probes all links
-/// after changes of the ports.
+/// Closes links that have expired or were evicted. Probes all links after changes of the ports.
 async fn close_idle<K: Hash + Eq + Clone, L: PeerLink>(
     inner: Arc<Inner<K, L>>,
     mut probes: Option<Probes<L>>,

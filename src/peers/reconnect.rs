@@ -1,7 +1,7 @@
 //! Connections that are replaced when they end.
 //!
-//! Delays and the deadline follow Tokio's clock, so that a test can pause it. The timeout of an
-//! attempt follows `clock`, because devices and peers do not pause.
+//! Delays and the deadline follow Tokio's clock, which tests can pause. The timeout of an attempt
+//! follows `clock`, because devices and peers do not pause.
 
 mod connector;
 mod error;
@@ -41,11 +41,10 @@ use crate::verbs::Device;
 /// A connection to an address that is replaced whenever it ends, until this handle is closed or
 /// dropped.
 ///
-/// The connections are numbered from 1: a *generation* is the life of one connection. Nothing is
-/// carried over to the next. Requests in flight end with an error whose
-/// [`outcome`](MessageError::outcome) tells whether the peer may have executed them. Regions that
-/// the peer had exposed, and their grants, belong to the old connection's protection domain, so
-/// they are refused on the new connection, unless both use the same
+/// A *generation* is the life of one connection, numbered from 1. Nothing is carried over to the
+/// next: requests in flight end with an error whose [`outcome`](MessageError::outcome) tells
+/// whether the peer may have executed them, and grants of the peer are refused, because they belong
+/// to the protection domain of the old connection, unless both use the same
 /// [`protection_domain`](ConnectionConfig::protection_domain).
 ///
 /// ```
@@ -79,9 +78,8 @@ use crate::verbs::Device;
 /// # Attempts
 ///
 /// The first attempt starts at once. After a failed attempt or the end of a connection, the next
-/// one follows after a delay of the [policy](ReconnectPolicy). One task makes all attempts; it ends
-/// with this handle. Without a current Tokio runtime with a timer, creating the handle fails with
-/// [`NoRuntime`].
+/// one follows after a delay of the [policy](ReconnectPolicy). Without a current Tokio runtime with
+/// a timer, creating the handle fails with [`NoRuntime`].
 ///
 /// | Failure of an attempt | Another attempt |
 /// |---|---|
@@ -101,29 +99,25 @@ use crate::verbs::Device;
 ///
 /// # Events of the device
 ///
-/// With [`new`](Self::new) and [`with_device`](Self::with_device), the state of the device and its
-/// events affect when attempts are made. The service still gets all [events](Device::events).
+/// With [`new`](Self::new) and [`with_device`](Self::with_device), attempts follow the state of the
+/// device. `docs/reconnect.md` has the details.
 ///
-/// - While no port is active, no attempt is made. After each wait the ports are queried again.
-/// - After an event that may have changed a port, for example of a link that came up or of a GID,
-///   the next attempt follows within [`first_delay`](ReconnectPolicy::first_delay), and the delays
-///   grow from there, because earlier failures say nothing about what follows. The second half of
-///   the delay is random, because all handles of a device get an event at the same time.
+/// - No attempt is made while no port is active.
+/// - After an event that may have changed a port, the next attempt follows within
+///   [`first_delay`](ReconnectPolicy::first_delay).
 /// - After the removal of the device, attempts end ([`ReconnectCause::DeviceRemoved`]), or `open`
 ///   of [`with_device`](Self::with_device) is called until it returns a device.
 ///
-/// A port that goes down does not end the connection, because retransmission bridges a short
-/// outage. After an event that leaves a port active, the connection asks its peer for a frame,
-/// unless [`keepalive`](ConnectionConfig::keepalive) is off. If the peer, the route or the local
-/// address was lost meanwhile, the connection ends after the retransmissions of that frame.
+/// A port that goes down does not end the connection. When a port is active again, the connection
+/// asks its peer for a frame, unless [`keepalive`](ConnectionConfig::keepalive) is off, and ends if
+/// peer, route or local address were lost.
 ///
 /// # Rejections without a reason
 ///
-/// A listener that rejects a handshake of another version does not give the reason, and neither
-/// does one that is dropped. Such a rejection is repeated until the
-/// [deadline](ReconnectPolicy::deadline).
+/// A listener of another version, or one that is dropped, rejects without a reason. The attempt is
+/// repeated until the [deadline](ReconnectPolicy::deadline).
 pub struct Reconnect {
-    shared: Arc<Shared>,
+    shared: Arc<Publisher>,
     task: AbortHandle,
 }
 
@@ -141,8 +135,8 @@ pub enum ReconnectState {
         /// Number of the connection, from 1.
         generation: u64,
     },
-    /// Waits before the next attempt, or before the device is checked again. Published again if an
-    /// event of the device shortens the wait.
+    /// Waits before the next attempt or check of the device. Published again if an event shortens
+    /// the wait.
     Waiting {
         /// Length of the wait.
         delay: Duration,
@@ -198,9 +192,8 @@ impl Reconnect {
         Self::start(policy, Connector::on_device(open, false, connect(address, config)))
     }
 
-    /// Connects like [`new`](Self::new), on the device that `open` returns. It is called before the
-    /// first attempt and after the device was removed, until it succeeds, and may open another
-    /// device.
+    /// Connects like [`new`](Self::new), on the device that `open` returns. It is called at first
+    /// and after a removal, until it succeeds, and may open another device.
     ///
     /// ```
     /// # use tokio_rdma::peers::{Reconnect, ReconnectPolicy};
@@ -216,10 +209,9 @@ impl Reconnect {
     /// # }
     /// ```
     ///
-    /// A removed device exists until all that was created from it is dropped, in particular
-    /// connections of earlier generations. Until then, some devices cannot be opened again. The
-    /// configuration must name no object of a device, such as a
-    /// [`protection_domain`](ConnectionConfig::protection_domain).
+    /// Some devices cannot be opened again until all that was created from the removed one is
+    /// dropped, in particular connections of earlier generations. The configuration must name no
+    /// object of a device, such as a [`protection_domain`](ConnectionConfig::protection_domain).
     ///
     /// # Errors
     ///
@@ -239,8 +231,8 @@ impl Reconnect {
         Self::start(policy, Connector::on_device(open, true, connect(address, config)))
     }
 
-    /// Connects by `connector`, which is called for each attempt. It may choose between devices and
-    /// addresses, or look one up in a directory. Events of devices do not influence its attempts.
+    /// Connects by `connector`, which is called for each attempt and may choose a device and an
+    /// address. Events of devices do not influence its attempts.
     ///
     /// ```
     /// # use tokio_rdma::peers::{Reconnect, ReconnectPolicy};
@@ -275,7 +267,8 @@ impl Reconnect {
     fn start(policy: ReconnectPolicy, connector: Connector) -> Result<Self, NoRuntime> {
         let runtime = NoRuntime::or_timers()?;
         let first = Published { state: ReconnectState::Connecting { attempt: 1 }, live: None };
-        let shared = Arc::new(Shared { published: watch::Sender::new(first), now: Notify::new() });
+        let shared =
+            Arc::new(Publisher { published: watch::Sender::new(first), now: Notify::new() });
         let supervisor = Supervisor {
             shared: shared.clone(),
             policy,
@@ -289,8 +282,8 @@ impl Reconnect {
 
     /// Returns the generation and the connection, and waits while there is none.
     ///
-    /// A connection that has ended is never returned, but it may end at any time afterwards. Do not
-    /// keep it longer than needed, because each handle keeps the buffers of an ended connection.
+    /// A connection that has ended is not returned, but it may end at any time afterwards. Each
+    /// handle keeps the buffers of an ended connection, so do not hold it longer than needed.
     ///
     /// # Errors
     ///
@@ -336,7 +329,6 @@ impl Reconnect {
     }
 
     /// Ends a wait before the next attempt, for a service that knows that the peer can be reached.
-    /// Does nothing in another state.
     pub fn retry_now(&self) {
         self.shared.now.notify_waiters();
     }
@@ -416,7 +408,7 @@ fn states(published: watch::Receiver<Published>) -> impl Stream<Item = Reconnect
     })
 }
 
-struct Shared {
+struct Publisher {
     published: watch::Sender<Published>,
     now: Notify,
 }
@@ -426,7 +418,7 @@ struct Published {
     live: Option<Connection>,
 }
 
-impl Shared {
+impl Publisher {
     fn publish(&self, state: ReconnectState, mut live: Option<Connection>) {
         self.published.send_if_modified(|published| {
             let open = !published.state.is_final();
@@ -455,7 +447,7 @@ impl Shared {
 }
 
 /// Publishes the end of the task, which its runtime may drop.
-struct Ends(Arc<Shared>);
+struct Ends(Arc<Publisher>);
 
 impl Drop for Ends {
     fn drop(&mut self) {
@@ -474,7 +466,7 @@ where
 }
 
 struct Supervisor {
-    shared: Arc<Shared>,
+    shared: Arc<Publisher>,
     policy: ReconnectPolicy,
     connector: Connector,
     generation: u64,
@@ -624,7 +616,7 @@ fn allows_another(reason: CloseReason) -> bool {
     }
 }
 
-/// Returns a random number for the jitter, which the standard library seeds from the system.
+/// The standard library seeds it from the system.
 fn random() -> u64 {
     use std::hash::{BuildHasher, RandomState};
     RandomState::new().hash_one(0)

@@ -15,8 +15,7 @@ use crate::verbs::Device;
 /// A listener that accepts [`RdmaStream`]s at an address, like `tokio::net::TcpListener`, and a
 /// [`Stream`] of them.
 ///
-/// Peers are limited as by [`Listener`]: a peer that requests a connection and is silent holds no
-/// buffers on the software device, and does not delay others.
+/// Limits apply to peers as in [`Listener`], so silent ones do not delay others.
 ///
 /// # Cancel safety
 ///
@@ -47,7 +46,7 @@ impl RdmaListener {
     ///
     /// # Errors
     ///
-    /// See [`Listener::bind_with`]; the source is an [`EstablishError`](crate::EstablishError).
+    /// Like [`Listener::bind_with`]; the source is an [`EstablishError`](crate::EstablishError).
     ///
     /// # Cancel safety
     ///
@@ -60,8 +59,8 @@ impl RdmaListener {
         Ok(Self { inner: Listener::bind_with(device, address, &config.with_bytes()).await? })
     }
 
-    /// Returns the next stream, and its peer's address. Peers that request a connection for
-    /// messages, or without a handshake, are rejected with a reason that they can report.
+    /// Returns the next stream, and its peer's address. Requests for messages, or without a
+    /// handshake, are rejected with a reason.
     ///
     /// # Errors
     ///
@@ -112,9 +111,8 @@ impl RdmaListener {
         self.inner.stats()
     }
 
-    /// Stops listening, and ends the accepted streams as [`Listener::shutdown`] does: their readers
-    /// get the bytes that have arrived and then the end. Waits until all are closed, for at most
-    /// `limit`, then aborts the rest.
+    /// Shuts down like [`Listener::shutdown`]. Readers get the bytes that have arrived, then the
+    /// end.
     ///
     /// # Cancel safety
     ///

@@ -1,8 +1,7 @@
 //! Byte streams, shaped like `tokio::net::TcpStream` and `TcpListener`.
 //!
-//! A stream is a connection whose frames carry bytes instead of messages. It has the credits,
-//! deadlines and phases of [`connection`](crate::connection). `docs/streams.md` has the
-//! differences.
+//! A stream is a [`connection`](crate::connection) whose frames carry bytes instead of messages.
+//! `docs/streams.md` has the differences.
 //!
 //! ```
 //! use tokio::io::{AsyncReadExt, AsyncWriteExt};
@@ -59,33 +58,32 @@ use crate::verbs::{Device, ProtectionDomain};
 ///
 /// # Writing
 ///
-/// A write returns when the bytes are in registered memory of this side, as with TCP. The first
-/// short write is sent at once; those that follow while it is in flight are combined, unless
-/// [`set_nodelay`](Self::set_nodelay) disables that. If the peer does not read, writes of any
-/// length fill its receives and then the [send buffers](ConnectionConfig::send_buffers) of this
-/// side, 512 KiB with the settings of [`ConnectionConfig::for_streams`], and then wait. `flush`
-/// sends what was combined so far, and does not wait for the peer.
+/// A write returns when the bytes are in registered memory of this side, as with TCP. Short writes
+/// are combined while an earlier one is in flight, unless [`set_nodelay`](Self::set_nodelay)
+/// disables that. If the peer does not read, writes fill its receives, then the [send
+/// buffers](ConnectionConfig::send_buffers) of this side, 512 KiB with
+/// [`ConnectionConfig::for_streams`], and then wait. `flush` sends what was combined, without
+/// waiting for the peer.
 ///
 /// # Closing
 ///
 /// `shutdown` ends this side's bytes: the peer reads them, then the end. The other direction stays
-/// open. `shutdown` returns before the bytes have arrived. A program that then exits may lose some,
-/// unless it waits: for an answer, or for the end of the stream by [`closed`](Self::closed), which
-/// also waits for the peer's `shutdown`.
+/// open. `shutdown` returns before the bytes have arrived, so a program that then exits may lose
+/// some. To be sure, wait for an answer, or by [`closed`](Self::closed) for the end in both
+/// directions.
 ///
-/// Dropping the stream does the same for what was written, and discards what was not read. This
-/// continues in the background until both sides have finished. Once the peer's device has
-/// everything, the peer has one second to finish; before, the stream continues for at most
-/// [`close_timeout`](ConnectionConfig::close_timeout), which you raise if peers read slowly. A
+/// Dropping the stream does the same in the background, and discards what was not read. It
+/// continues for at most [`close_timeout`](ConnectionConfig::close_timeout), which you raise if
+/// peers read slowly; once the peer's device has everything, the peer has one second to finish. A
 /// runtime that shuts down ends it. [`abort`](Self::abort) ends the stream at once, and the peer's
 /// reads fail.
 ///
 /// # Errors
 ///
-/// An end of the stream is reported only if the peer has shut down its side and all bytes have
-/// arrived, or if this side's [`RdmaListener`] shuts down. All other ends are errors, whose source
-/// is a [`MessageError`] with the [`CloseReason`]. Methods with no other error than "None" return a
-/// `Result` because those of `TcpStream` do.
+/// Reads return the end only if the peer has shut down its side and all bytes have arrived, or if
+/// this side's [`RdmaListener`] shuts down. All other ends are errors, whose source is a
+/// [`MessageError`] with the [`CloseReason`]. Methods with the error "None" return a `Result` as in
+/// `TcpStream`.
 ///
 /// | Kind | Cause |
 /// |---|---|
@@ -103,9 +101,9 @@ use crate::verbs::{Device, ProtectionDomain};
 ///
 /// # Cancel safety
 ///
-/// The `poll_*` methods and futures of one call, such as `read`, `write` and `ready`, are cancel
-/// safe: dropping them loses no bytes and changes nothing. Futures of several calls, such as
-/// `read_exact` and `write_all`, may have moved some bytes.
+/// Futures of one call, such as `read`, `write` and `ready`, are cancel safe: dropping them loses
+/// no bytes. Futures of several calls, such as `read_exact` and `write_all`, may have moved some
+/// bytes.
 pub struct RdmaStream {
     // Dropped first; see `OwnedWriteHalf`.
     read: OwnedReadHalf,
@@ -162,7 +160,6 @@ impl RdmaStream {
     }
 
     /// Splits the stream into borrowed halves, for one task that reads and writes at a time.
-    /// Dropping them changes nothing.
     pub fn split(&mut self) -> (ReadHalf<'_>, WriteHalf<'_>) {
         (&mut self.read, &mut self.write)
     }
@@ -173,8 +170,7 @@ impl RdmaStream {
         (self.read, self.write)
     }
 
-    /// Writes bytes, from their memory if that is cheaper than a copy; see
-    /// [`OwnedWriteHalf::write_bytes`].
+    /// Writes bytes like [`OwnedWriteHalf::write_bytes`].
     ///
     /// # Errors
     ///
@@ -187,7 +183,7 @@ impl RdmaStream {
         self.write.write_bytes(bytes).await
     }
 
-    /// Writes a registered buffer from its memory; see [`OwnedWriteHalf::write_buf`].
+    /// Writes a registered buffer like [`OwnedWriteHalf::write_buf`].
     ///
     /// # Errors
     ///
@@ -200,8 +196,7 @@ impl RdmaStream {
         self.write.write_buf(buffer).await
     }
 
-    /// Returns the next bytes in the memory in which they have arrived, or `None` at the end; see
-    /// [`OwnedReadHalf::read_bytes`].
+    /// Returns the next bytes like [`OwnedReadHalf::read_bytes`].
     ///
     /// # Errors
     ///
@@ -214,8 +209,8 @@ impl RdmaStream {
         self.read.read_bytes().await
     }
 
-    /// Waits until the stream is readable or writable, whichever of the two `interest` names; other
-    /// states in it are ignored.
+    /// Waits until the stream is readable or writable, as `interest` names. Other states are
+    /// ignored.
     ///
     /// # Errors
     ///
@@ -268,7 +263,7 @@ impl RdmaStream {
         self.write.poll_write_ready(context).map(Ok)
     }
 
-    /// Waits until a read would not wait; see [`OwnedReadHalf::readable`].
+    /// Waits for a read like [`OwnedReadHalf::readable`].
     ///
     /// # Errors
     ///
@@ -281,7 +276,7 @@ impl RdmaStream {
         self.read.readable().await
     }
 
-    /// Waits until a write would not wait; see [`OwnedWriteHalf::writable`].
+    /// Waits for a write like [`OwnedWriteHalf::writable`].
     ///
     /// # Errors
     ///
@@ -294,7 +289,7 @@ impl RdmaStream {
         self.write.writable().await
     }
 
-    /// Reads without consuming; see [`OwnedReadHalf::peek`].
+    /// Reads without consuming, like [`OwnedReadHalf::peek`].
     ///
     /// # Errors
     ///
@@ -307,7 +302,7 @@ impl RdmaStream {
         self.read.peek(buffer).await
     }
 
-    /// Polls for what [`peek`](Self::peek) returns; see [`OwnedReadHalf::poll_peek`].
+    /// Polls like [`OwnedReadHalf::poll_peek`].
     ///
     /// # Errors
     ///
@@ -320,7 +315,7 @@ impl RdmaStream {
         self.read.poll_peek(context, buffer)
     }
 
-    /// Reads without waiting; see [`OwnedReadHalf::try_read`].
+    /// Reads without waiting, like [`OwnedReadHalf::try_read`].
     ///
     /// # Errors
     ///
@@ -329,7 +324,7 @@ impl RdmaStream {
         self.read.try_read(buffer)
     }
 
-    /// Reads into several buffers without waiting; see [`OwnedReadHalf::try_read_vectored`].
+    /// Reads into several buffers like [`OwnedReadHalf::try_read_vectored`].
     ///
     /// # Errors
     ///
@@ -338,7 +333,7 @@ impl RdmaStream {
         self.read.try_read_vectored(buffers)
     }
 
-    /// Reads to the end of `buffer` without waiting; see [`OwnedReadHalf::try_read_buf`].
+    /// Reads to the end of `buffer` like [`OwnedReadHalf::try_read_buf`].
     ///
     /// # Errors
     ///
@@ -347,7 +342,7 @@ impl RdmaStream {
         self.read.try_read_buf(buffer)
     }
 
-    /// Writes without waiting; see [`OwnedWriteHalf::try_write`].
+    /// Writes without waiting, like [`OwnedWriteHalf::try_write`].
     ///
     /// # Errors
     ///
@@ -356,7 +351,7 @@ impl RdmaStream {
         self.write.try_write(bytes)
     }
 
-    /// Writes from several buffers without waiting; see [`OwnedWriteHalf::try_write_vectored`].
+    /// Writes from several buffers like [`OwnedWriteHalf::try_write_vectored`].
     ///
     /// # Errors
     ///
@@ -377,7 +372,7 @@ impl RdmaStream {
         Ok(())
     }
 
-    /// Sets that a drop resets the peer, as [`set_linger`](Self::set_linger) with zero does.
+    /// Sets that a drop resets the peer, like [`set_linger`](Self::set_linger) with zero.
     ///
     /// # Errors
     ///

@@ -79,9 +79,9 @@ impl OwnedReadHalf {
 
     /// Returns the next bytes, at least one, or `None` at the end.
     ///
-    /// They are in the memory in which they have arrived if more than 256 bytes have, and if the
-    /// service holds at most [`spare_buffers`](crate::ConnectionConfig::spare_buffers) of these
-    /// buffers. Otherwise they are a copy.
+    /// More than 256 bytes are returned in the memory in which they have arrived, while the service
+    /// holds at most [`spare_buffers`](crate::ConnectionConfig::spare_buffers) of these buffers.
+    /// Others are a copy.
     ///
     /// # Errors
     ///
@@ -133,7 +133,7 @@ impl OwnedReadHalf {
         Ok(())
     }
 
-    /// Waits until a read would not wait, like [`RdmaStream::ready`].
+    /// Waits for a read like [`RdmaStream::ready`].
     ///
     /// # Errors
     ///

@@ -39,7 +39,7 @@ impl OwnedWriteHalf {
     /// - The memory of more bytes is registered in pieces of up to 1 MiB, which the peer's device
     ///   reads.
     ///
-    /// Memory that is not copied stays in use until the peer's device has the bytes.
+    /// Memory that is not copied is in use until the peer's device has the bytes.
     ///
     /// # Errors
     ///
@@ -107,7 +107,7 @@ impl OwnedWriteHalf {
         Ok(())
     }
 
-    /// Waits until a write would not wait, like [`RdmaStream::ready`](super::RdmaStream::ready).
+    /// Waits for a write like [`RdmaStream::ready`](super::RdmaStream::ready).
     ///
     /// # Errors
     ///

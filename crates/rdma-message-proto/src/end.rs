@@ -1,5 +1,3 @@
-//! The reasons why an end of a connection has ended.
-
 use std::fmt;
 
 use crate::Violation;
@@ -13,7 +11,6 @@ pub enum End {
     Local,
     /// The peer has sent an `Abort`.
     Dropped,
-    /// The peer has violated the protocol.
     Violation(Violation),
     /// The peer did not answer a `Ping` in time.
     Silent,

@@ -2,16 +2,16 @@
 //!
 //! # Credits
 //!
-//! Each frame uses up one receive of the peer, which counts reposted receives (`released`) and
-//! announces the count in every header. `window - (sent - released)` frames may be sent. "Receiver
-//! not ready" therefore cannot occur, even under packet loss and retransmission.
+//! Each frame uses up one receive of the peer, which announces its count of reposted receives
+//! (`released`) in every header. `window - (sent - released)` frames may be sent, so "receiver not
+//! ready" cannot occur, even with packet loss and retransmission.
 //!
-//! A message keeps its receive until the application receives it, so slow readers stop senders.
+//! A message keeps its receive until the application takes it, so slow readers stop senders.
 //! Receives of other frames are reposted before anything else is sent.
 //!
-//! A notification, which is a WRITE with immediate data of the application, uses a credit like a
-//! message. Its receive is reposted at once, but counts as released only when the application has
-//! taken the notification. It has no header, so it announces nothing.
+//! A notification (a WRITE with immediate data of the application) uses a credit, too. Its receive
+//! is reposted at once, but counts as released only when the application takes the notification. It
+//! has no header, so it announces nothing.
 //!
 //! # Freedom from deadlock
 //!
@@ -63,7 +63,6 @@ pub const RESERVE: u32 = 4;
 /// The frames other than messages after which an `Ack` is due.
 const CONTROL_ACK: u32 = 2;
 
-/// Returns the maximum of frames of a message to a peer with `window` receives.
 pub fn max_frames(window: u32) -> u32 {
     let messages = window.saturating_sub(RESERVE);
     messages - ack_threshold(messages) + 1
@@ -75,7 +74,7 @@ fn ack_threshold(messages: u32) -> u32 {
     if messages < 4 { 1 } else { messages.div_ceil(4).max(2) }
 }
 
-/// The credits of one end. Counts wrap at 2^32. After a violation, the state is meaningless.
+/// The credits of one end. Counts wrap at 2^32. After a violation, it is meaningless.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub struct Flow {
     // Sending.
@@ -148,7 +147,6 @@ impl Flow {
         self.window = window;
     }
 
-    /// Returns the number of frames that may be sent.
     pub fn credits(&self) -> u32 {
         self.window - self.in_use()
     }
@@ -160,8 +158,8 @@ impl Flow {
 
     /// Returns true if this frame may be sent now; for an `Ack`, if only for credits.
     ///
-    /// Messages leave the credits of due skips: the peer, which waits for the skips before it can
-    /// post more receives, might not receive the messages before that.
+    /// Messages leave the credits of due skips, which the peer awaits before it can post more
+    /// receives.
     pub fn may_send(&self, kind: Kind) -> bool {
         let needed = match kind {
             Kind::Data | Kind::Part | Kind::Offer => RESERVE + self.to_skip,
@@ -171,13 +169,12 @@ impl Flow {
         self.credits() >= needed && !(self.finished && (kind.is_message() || kind == Kind::Fin))
     }
 
-    /// Returns the maximum of frames of a message. This many credits become available once the peer
-    /// has received the earlier messages.
+    /// Returns the maximum of frames of a message, for which there are credits once the peer has
+    /// received the earlier messages.
     pub fn max_frames(&self) -> u32 {
         max_frames(self.window - self.to_skip)
     }
 
-    /// Returns true if a message of `frames` frames may be sent now.
     pub fn may_send_message(&self, frames: u32) -> bool {
         self.credits() >= RESERVE - 1 + self.to_skip + frames && self.may_send(Kind::Data)
     }
@@ -218,7 +215,6 @@ impl Flow {
         self.resize = Some(resize);
     }
 
-    /// Returns true if the last `resize` is complete.
     pub fn may_resize(&self) -> bool {
         self.resize.is_none() && self.skips == 0
     }
@@ -252,7 +248,6 @@ impl Flow {
         Some(header)
     }
 
-    /// Returns true if receives of the peer remain to be skipped.
     pub fn skips(&self) -> bool {
         self.to_skip > 0 && !self.finished
     }
@@ -262,13 +257,11 @@ impl Flow {
         self.sent.wrapping_add(self.skipped)
     }
 
-    /// Returns the number of own receives that frames have used.
     pub fn used_receives(&self) -> u32 {
         self.arrived.wrapping_add(self.peer_skipped)
     }
 
-    /// Returns the number of frames that have arrived since the last announcement, even if their
-    /// receives were reposted meanwhile.
+    /// Returns the number of frames that have arrived since the last announcement.
     pub fn unanswered(&self) -> u32 {
         self.arrived.wrapping_sub(self.announced)
     }
@@ -278,7 +271,6 @@ impl Flow {
         self.arrived == self.released
     }
 
-    /// Returns true if no announcement or skip is due.
     #[inline]
     pub fn is_quiet(&self) -> bool {
         self.unannounced() < ack_threshold(self.receives - RESERVE).min(CONTROL_ACK)
@@ -288,7 +280,6 @@ impl Flow {
             && self.to_skip == 0
     }
 
-    /// Returns true if an `Ack` is due.
     #[inline]
     pub fn ack_due(&self) -> bool {
         if (self.done != self.done_announced || self.ack_requested) && self.credits() >= 2 {
@@ -363,7 +354,6 @@ impl Flow {
         Ok(())
     }
 
-    /// Processes a `Resize` without payload after its header.
     pub fn receive_skip(&mut self) -> Result<(), Violation> {
         self.skips = self.skips.checked_sub(1).ok_or(Violation::Skip)?;
         self.receives -= 1;
@@ -371,7 +361,6 @@ impl Flow {
         self.check_window()
     }
 
-    /// Processes a notification.
     pub fn receive_notification(&mut self) -> Result<(), Violation> {
         if self.peer_finished {
             return Err(Violation::AfterFinish);
@@ -408,12 +397,10 @@ impl Flow {
         self.done = self.done.wrapping_add(1);
     }
 
-    /// Returns true if the receives of all sent frames were reposted.
     pub fn is_everything_released(&self) -> bool {
         self.sent == self.confirmed
     }
 
-    /// Returns true if all offers are done.
     pub fn all_fetched(&self) -> bool {
         self.offered == self.fetched
     }
@@ -423,14 +410,13 @@ impl Flow {
         self.fin_acked && self.all_fetched()
     }
 
-    /// Returns true if the peer sends no more messages.
     pub fn peer_has_finished(&self) -> bool {
         self.peer_finished
     }
 
     /// Returns true if both ends have the other's `Fin`, all messages and all done counts.
-    /// Acknowledgements of the device do not suffice: they may be lost with a peer that has closed
-    /// its queue pair.
+    /// Acknowledgements of the device do not suffice: a peer that closes its queue pair may not
+    /// send the last ones.
     pub fn is_over(&self) -> bool {
         self.fin_acked
             && self.peer_fin_acked

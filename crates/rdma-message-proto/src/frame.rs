@@ -15,20 +15,17 @@ const COUNT_BITS: u32 = 14;
 /// The bits of `released` and `done`.
 pub const COUNT_MASK: u32 = (1 << COUNT_BITS) - 1;
 
-/// The maximum of an end's receives, and thus of the advance of a count from one frame to the next.
-/// A larger advance is a violation.
+/// The maximum of an end's receives. A count that advances further from one frame to the next is a
+/// violation.
 pub const MAX_RECEIVES: u32 = COUNT_MASK / 2;
 
-/// The kind of a frame.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Kind {
     /// A message.
     Data,
     /// The location of a message that the peer must read.
     Offer,
-    /// An announcement of counts.
     Ack,
-    /// A request for an `Ack`.
     Ping,
     /// The end of the sender's messages.
     Fin,
@@ -58,17 +55,14 @@ impl Kind {
         self.is_message() || self == Self::Resize
     }
 
-    /// Returns true for messages. Their receives are released when the application has the message,
-    /// those of other frames at once.
+    /// Returns true for messages, whose receives are released when the application has the message.
     pub fn is_message(self) -> bool {
         matches!(self, Self::Data | Self::Part | Self::Offer)
     }
 }
 
-/// The header of a frame.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct Header {
-    /// The kind of the frame.
     pub kind: Kind,
     /// True if the sender has received the peer's `Fin`.
     pub fin_acked: bool,
@@ -79,7 +73,6 @@ pub struct Header {
 }
 
 impl Header {
-    /// Encodes the header.
     pub fn encode(self) -> u32 {
         let kind = Kind::ALL.iter().position(|&kind| kind == self.kind).unwrap_or_default() as u32;
         kind << 29

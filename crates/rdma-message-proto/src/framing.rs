@@ -15,13 +15,11 @@ pub struct Framing {
 }
 
 impl Framing {
-    /// `own_frame` is the longest frame, and `own_eager` the longest message in several frames,
-    /// that the settings permit.
+    /// Takes the longest frame, and the longest message in several frames, of the settings.
     pub(crate) fn new(own_frame: usize, own_eager: usize) -> Self {
         Self { sizes: Sizes::new(0), frame: 0, eager: 0, own_frame, own_eager, longest: 0 }
     }
 
-    /// `first` is the size of the peer's first receives, `longest` the maximum.
     pub(crate) fn set_peer(&mut self, first: u32, longest: u32) {
         self.sizes = Sizes::new(first);
         self.longest = self.own_frame.min(longest as usize);
@@ -39,18 +37,15 @@ impl Framing {
         self.eager
     }
 
-    /// Returns the longest frame for the peer's longest receives.
     pub fn longest(&self) -> usize {
         self.longest
     }
 
-    /// Returns true if all further receives have one size.
     #[inline]
     pub fn is_settled(&self) -> bool {
         self.sizes.is_settled()
     }
 
-    /// Returns the sizes of the peer's receives.
     pub fn sizes(&mut self) -> &mut Sizes {
         &mut self.sizes
     }
@@ -65,8 +60,7 @@ impl Framing {
         self.frame.min(self.sizes.at(next.wrapping_add(ahead)) as usize)
     }
 
-    /// Returns `None` if the message is to be offered, because it needs more frames than may ever
-    /// be sent at once.
+    /// Returns `None` if the message needs more frames than may ever be sent at once.
     pub(crate) fn frames_of(&mut self, flow: &Flow, len: usize, most: usize) -> Option<usize> {
         // An empty message has a frame too.
         let mut frames = 1;

@@ -28,7 +28,7 @@ pub(crate) struct Growth {
     /// The receives, including the reserve, and the bytes of each.
     receives: u32,
     size: u32,
-    /// The first and the configured number of receives, and whether it changes.
+    /// The first number of receives.
     first: u32,
     most: u32,
     follows_use: bool,
@@ -48,7 +48,7 @@ enum Stage {
 }
 
 impl Growth {
-    /// Without `follows_use`, the first receives are all.
+    /// Without `follows_use`, there are only the first receives.
     pub(crate) fn new(first: u32, most: u32, eager: u64, follows_use: bool) -> Self {
         let stage = if follows_use { Stage::First } else { Stage::Full };
         Self {
@@ -74,7 +74,6 @@ impl Growth {
         self.stage == Stage::Full || self.refused
     }
 
-    /// `unanswered` frames have arrived since the last announcement.
     #[inline]
     pub(crate) fn note_message(&mut self, content: Content, arrival: Arrival, unanswered: u32) {
         if !self.is_ended() {
@@ -83,7 +82,7 @@ impl Growth {
     }
 
     fn is_wanted_by(&self, content: Content, arrival: Arrival, unanswered: u32) -> bool {
-        self.is_pressed(unanswered)
+        self.reaches_threshold(unanswered)
             || match arrival {
                 // The sender may have more bytes.
                 Arrival::Message { len, .. } if content == Content::Bytes => {
@@ -100,12 +99,12 @@ impl Growth {
 
     pub(crate) fn note_offer(&mut self, len: u64, unanswered: u32) {
         let too_long = len > self.size.into() && len <= self.eager;
-        self.wanted |= !self.is_ended() && (self.is_pressed(unanswered) || too_long);
+        self.wanted |= !self.is_ended() && (self.reaches_threshold(unanswered) || too_long);
     }
 
     /// Returns true if the frames use half of the receives for messages at first, later all,
     /// because the configured number takes much memory.
-    fn is_pressed(&self, unanswered: u32) -> bool {
+    fn reaches_threshold(&self, unanswered: u32) -> bool {
         let messages = self.receives - RESERVE;
         unanswered >= if self.stage == Stage::First { messages.div_ceil(2) } else { messages }
     }
@@ -143,13 +142,12 @@ impl Growth {
         self.follows_use && self.stage != Stage::First
     }
 
-    /// `unanswered` frames, of which the last may have come after the growth was wanted, have
-    /// arrived since the last announcement. If the peer waits because of them, no further frame
-    /// asks for the next growth.
+    /// Checks `unanswered` again: if the peer waits because of these frames, no further frame asks
+    /// for the next growth.
     pub(crate) fn grow(&mut self, size: u32, unanswered: u32) {
         (self.receives, self.size) = (self.next(), size);
         self.stage = if self.receives < self.most { Stage::Long } else { Stage::Full };
-        self.wanted = !self.is_ended() && self.is_pressed(unanswered);
+        self.wanted = !self.is_ended() && self.reaches_threshold(unanswered);
     }
 
     pub(crate) fn shrink(&mut self) {

@@ -1,5 +1,7 @@
 //! Private data exchanged while connecting.
 
+#![warn(missing_docs)]
+
 use std::fmt;
 
 use crate::flow::RESERVE;
@@ -16,8 +18,8 @@ use crate::window::{FIRST_SIZE, first_receives};
 /// ```
 ///
 /// Flag 1 stands for [`Content::Bytes`], flag 2 for [`grows`](Self::grows). Numbers are big-endian.
-/// The user data has a length because connection managers pad private data with zeros. A librdmacm
-/// request has space for 32 bytes of it.
+/// The user data has a length because private data is padded with zeros. A librdmacm request has
+/// space for 32 bytes of it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Handshake {
     /// Bytes of each receive buffer; may exceed `max_message`. Longer messages take several or are
@@ -28,8 +30,8 @@ pub struct Handshake {
     /// Longest accepted message, in bytes.
     pub max_message: u64,
     /// True if the peer starts with at most eight receives of 384 bytes, four of them for control
-    /// frames, and announces changes. `buffer_size` and `receives` are then maximums, but while it
-    /// shrinks up to eight more receives are posted.
+    /// frames, and announces changes. `buffer_size` and `receives` are then maximums; a peer that
+    /// shrinks may post eight more receives.
     pub grows: bool,
 }
 
@@ -85,7 +87,7 @@ impl Handshake {
         self.encode_for(Content::Messages, user)
     }
 
-    /// Encodes like [`encode`](Self::encode), for a connection of `content`.
+    /// Like [`encode`](Self::encode), for a connection of `content`.
     ///
     /// # Errors
     ///
@@ -123,7 +125,7 @@ impl Handshake {
         Self::decode_for(Content::Messages, bytes)
     }
 
-    /// Decodes like [`decode`](Self::decode), for a connection of `content`.
+    /// Like [`decode`](Self::decode), for a connection of `content`.
     ///
     /// # Errors
     ///

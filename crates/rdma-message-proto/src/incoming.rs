@@ -11,12 +11,7 @@ pub enum Arrival {
     /// Part of a message. The application must receive the message before the receive is free.
     Part,
     /// The last or only part of a message, as for `Part`.
-    Message {
-        /// The frames before this one.
-        parts: u32,
-        /// The bytes of the whole message.
-        len: u64,
-    },
+    Message { parts: u32, len: u64 },
     /// The region of a message, for [`on_offer`](crate::protocol::Protocol::on_offer). The receive
     /// is free, but its credit returns when the application has the message.
     Offer,
@@ -59,8 +54,8 @@ impl Incoming {
         self.parts
     }
 
-    /// Checks that a frame with a payload of `len` bytes may occur. An empty frame of a stream
-    /// would be taken for its end. `written` is true for the immediate data of a WRITE.
+    /// Checks that a frame with a payload of `len` bytes may occur, carried by a WRITE if
+    /// `written`. An empty frame of a stream would be taken for its end.
     #[inline]
     pub(crate) fn check(&self, header: Header, len: usize, written: bool) -> Result<(), Violation> {
         let is_stream = self.content == Content::Bytes;

@@ -22,6 +22,7 @@
 //! [`RefusalReason`]: refusal::RefusalReason
 
 #![forbid(unsafe_code)]
+#![allow(missing_docs, reason = "most modules are for tokio-rdma only; the others warn")]
 #![cfg_attr(
     not(test),
     deny(clippy::unwrap_used, clippy::expect_used, clippy::todo, clippy::unimplemented)

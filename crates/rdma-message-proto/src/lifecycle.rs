@@ -1,6 +1,6 @@
 //! The lifecycle of one end of a connection, as a table of transitions.
 //!
-//! A running connection has a stage, too. All transitions are drawn; other events change nothing.
+//! A running connection has a stage, too. Events without a drawn transition change nothing.
 //!
 //! ```text
 //!  Running ── fail ───▶ Failing ── abort, terminate ──▶ Terminated ── queue pair closed ──▶ Closed
@@ -26,12 +26,11 @@
 //! In `Lingering` and `Aborting` the application holds no handle. They last at most
 //! [`LINGER`](crate::timers::LINGER), or the time that a dropped stream has.
 //!
-//! Only [`transition`] changes a phase. Tests compare the drawing and the table with every pair of
-//! phase and event, and `model.rs` explores all interleavings of two ends.
+//! Only [`transition`] changes a phase. Tests compare the drawing with every pair of phase and
+//! event, and `model.rs` explores all interleavings of two ends.
 
 use crate::end::{End, Reason};
 
-/// The phase of one end.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Phase<R> {
     /// Frames are sent and received.
@@ -41,14 +40,12 @@ pub enum Phase<R> {
     Failing(Stage, R),
     /// No more frames are sent or received, but the queue pair is not closed yet.
     Terminated(Outcome<R>),
-    /// The queue pair is closed.
     Closed(Outcome<R>),
 }
 
 /// The progress of the application.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Stage {
-    /// Nothing has ended.
     Open,
     /// `recv` has returned the end of the peer's messages.
     ReceivedAll,
@@ -65,10 +62,8 @@ pub enum Stage {
     Aborting,
 }
 
-/// The end of a connection.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Outcome<R> {
-    /// The reason.
     pub reason: R,
     /// True if arrived messages can still be received.
     pub readable: bool,
@@ -88,9 +83,7 @@ pub enum Event<R> {
         /// True if the peer has finished and no message is left.
         at_end: bool,
     },
-    /// The application aborts.
     Abort(R),
-    /// An operation has failed.
     Fail(R),
     /// The connection ends for another reason.
     Terminate(R),
@@ -115,9 +108,7 @@ pub enum Action {
     ReleaseReceives,
     /// Drops the connection manager's connection.
     ReleaseLink,
-    /// Wakes tasks that wait to send.
     WakeSenders,
-    /// Wakes tasks that wait for messages or notifications.
     WakeReceivers,
     /// Wakes tasks that wait for a flush, the termination, or the queue pair to close.
     WakeFlushers,
@@ -126,8 +117,8 @@ pub enum Action {
 const FINISH: &[Action] = &[Action::WakeSenders];
 const CLOSE: &[Action] = &[Action::WakeSenders, Action::WakeReceivers];
 const DROP_BEFORE_END: &[Action] = &[Action::SendAbort];
-/// Offers stay registered until the queue pair is closed. Otherwise the peer would report its
-/// refused READ as the reason.
+/// Offers stay registered until the queue pair is closed, here and after a drop. Otherwise the peer
+/// would report its refused READ as the reason.
 const ABORT: &[Action] = &[
     Action::SendAbort,
     Action::StopSending,
@@ -137,7 +128,6 @@ const ABORT: &[Action] = &[
     Action::WakeFlushers,
 ];
 const ABORT_AFTER_DROP: &[Action] = ABORT.split_at(1).1;
-/// Offers stay registered, as in [`ABORT`].
 const TERMINATE_AFTER_DROP: &[Action] =
     &[Action::Release, Action::WakeSenders, Action::WakeReceivers, Action::WakeFlushers];
 const TERMINATE: &[Action] = &[
@@ -150,7 +140,6 @@ const TERMINATE: &[Action] = &[
 const QUEUE_PAIR_CLOSED: &[Action] =
     &[Action::ReleaseReceives, Action::ReleaseOffers, Action::ReleaseLink, Action::WakeFlushers];
 
-/// Returns the next phase and the required actions.
 pub fn transition<R: Reason>(from: Phase<R>, event: Event<R>) -> (Phase<R>, &'static [Action]) {
     match from {
         Phase::Running(stage) => match event {
@@ -220,14 +209,12 @@ fn next_stage<R>(stage: Stage, event: Event<R>) -> (Stage, &'static [Action]) {
 /// The reason why an end can send no more.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum NotOpen<R> {
-    /// The application has finished.
     Finished,
     /// The end was closed or has ended.
     Ended(R),
 }
 
 impl<R: Reason> Phase<R> {
-    /// Returns the outcome once there is one.
     pub fn outcome(&self) -> Option<Outcome<R>> {
         match *self {
             Self::Running(_) | Self::Failing(..) => None,
@@ -235,7 +222,6 @@ impl<R: Reason> Phase<R> {
         }
     }
 
-    /// Returns the reason once there is one.
     pub fn close_reason(&self) -> Option<R> {
         self.outcome().map(|outcome| outcome.reason)
     }
@@ -258,7 +244,6 @@ impl<R: Reason> Phase<R> {
         matches!(self, Self::Running(Stage::Closing | Stage::Lingering))
     }
 
-    /// Returns true if messages are delivered, not discarded.
     pub fn takes_messages(&self) -> bool {
         match self {
             Self::Running(stage) | Self::Failing(stage, _) => stage.takes_messages(),
@@ -266,7 +251,6 @@ impl<R: Reason> Phase<R> {
         }
     }
 
-    /// Returns an error unless the application may send.
     pub fn check_open(&self) -> Result<(), NotOpen<R>> {
         match self {
             Self::Running(stage) | Self::Failing(stage, _) => match stage {

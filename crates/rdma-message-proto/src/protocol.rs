@@ -27,10 +27,8 @@ use crate::sending::Sending;
 use crate::timers::{Expired, LINGER, Observed, Timers, Times};
 use crate::window::{FIRST_SIZE, Resize, first_receives};
 
-/// The settings of an end.
 #[derive(Debug, Clone, Copy)]
 pub struct Settings {
-    /// What the connection carries.
     pub content: Content,
     /// The first receives, including the reserve.
     pub first_receives: u32,
@@ -48,11 +46,9 @@ pub struct Settings {
     pub inline: usize,
     /// The maximum of offered bytes. One message is always offered.
     pub max_offered: u64,
-    /// The deadlines.
     pub times: Times,
 }
 
-/// A received frame.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Received {
     /// The use of its receive and payload.
@@ -64,7 +60,6 @@ pub struct Received {
 /// The state of one end that depends only on frames, events and time.
 #[derive(Debug, Clone)]
 pub struct Protocol<R> {
-    /// Credits.
     pub flow: Flow,
     /// Frames and offers in flight.
     pub sending: Sending,
@@ -77,7 +72,7 @@ pub struct Protocol<R> {
     times: Times,
     phase: Phase<R>,
     timers: Timers,
-    /// The listener shuts down: a peer that has everything does not delay `close`.
+    /// The listener shuts down.
     draining: bool,
     peer_writes_in_vain: bool,
 }
@@ -85,14 +80,11 @@ pub struct Protocol<R> {
 /// The effect of an expired deadline.
 #[derive(Debug)]
 pub enum Due {
-    /// A frame must be sent.
     Frame(Header),
-    /// The buffers must be checked.
     Buffers {
         /// True if no message was sent or received since the last check.
         idle: bool,
     },
-    /// The connection must end.
     Terminate(End),
 }
 
@@ -127,13 +119,11 @@ impl<R: Reason> Protocol<R> {
         self.timers = Timers::new(self.times, now);
     }
 
-    /// Returns what the connection carries.
     #[inline]
     pub fn content(&self) -> Content {
         self.incoming.content()
     }
 
-    /// Returns the lengths of frames.
     #[inline]
     pub fn framing(&self) -> &Framing {
         &self.framing
@@ -145,18 +135,15 @@ impl<R: Reason> Protocol<R> {
         &mut self.framing
     }
 
-    /// Returns the number of frames of an incomplete message.
     pub fn incomplete_frames(&self) -> u32 {
         self.incoming.parts()
     }
 
-    /// Returns the phase.
     #[inline]
     pub fn phase(&self) -> &Phase<R> {
         &self.phase
     }
 
-    /// Applies `event`.
     #[must_use]
     pub fn on(&mut self, event: Event<R>) -> &'static [Action] {
         let (phase, actions) = transition(self.phase, event);
@@ -171,8 +158,8 @@ impl<R: Reason> Protocol<R> {
         self.on(Event::Drop { at_end })
     }
 
-    /// Applies the drop of a stream's last handle. What was written is still sent, within `limit`,
-    /// or [`LINGER`] once the peer has everything.
+    /// Applies the drop of a stream's last handle. Written bytes are still sent, within `limit`, or
+    /// [`LINGER`] once the peer has everything.
     #[must_use]
     pub fn abandon_stream(&mut self, limit: Duration) -> &'static [Action] {
         self.draining = true;
@@ -197,15 +184,14 @@ impl<R: Reason> Protocol<R> {
         self.timers.linger(now);
     }
 
-    /// Returns true if the peer of a draining connection has received all messages, so that it may
-    /// be idle.
+    /// Returns true if the peer of a draining connection has received all messages.
     pub fn is_linger_due(&self) -> bool {
         self.draining && self.phase.awaits_peer() && self.flow.peer_has_all()
     }
 
-    /// Processes a frame with this immediate data and a payload of `len` bytes; `written` if a
-    /// WRITE has carried it. Before the next frame is sent, its receive must be reposted, unless a
-    /// message keeps it, and fetched offers must be dropped.
+    /// Processes a frame with this immediate data and `len` bytes of payload; `written` if a WRITE
+    /// carried it. Before the next frame is sent, its receive must be reposted, unless a message
+    /// keeps it, and fetched offers must be dropped.
     #[inline]
     pub fn on_frame(
         &mut self,
@@ -281,14 +267,13 @@ impl<R: Reason> Protocol<R> {
         self.framing.frame_len(&self.flow, ahead)
     }
 
-    /// Returns the number of frames of a message of `len` bytes if this end has buffers for `most`;
-    /// `None` if the message must be offered.
+    /// Returns the number of frames of a message of `len` bytes, with buffers for `most`; `None` if
+    /// the message must be offered.
     #[inline]
     pub fn frames_of(&mut self, len: usize, most: usize) -> Option<usize> {
         self.framing.frames_of(&self.flow, len, most)
     }
 
-    /// Returns the kind of a message's frame.
     pub fn kind_of(&self, is_last: bool) -> Kind {
         match self.content() {
             Content::Messages if !is_last => Kind::Part,
@@ -355,12 +340,10 @@ impl<R: Reason> Protocol<R> {
         self.flow.may_send(Kind::Abort).then(|| self.flow.send(Kind::Abort))
     }
 
-    /// Notes that the application keeps messages in their buffers.
     pub fn note_buffer_taken(&mut self) {
         self.growth.note_buffer_taken();
     }
 
-    /// Returns the number of own receives, including the reserve.
     pub fn receives(&self) -> u32 {
         self.growth.receives()
     }
@@ -371,8 +354,8 @@ impl<R: Reason> Protocol<R> {
         self.growth.is_wanted()
     }
 
-    /// Returns the number of longer receives to have now, including the reserve.
-    /// [`grow`](Self::grow) or [`refuse_growth`](Self::refuse_growth) must follow.
+    /// Returns the number of longer receives to post, including the reserve. [`grow`](Self::grow)
+    /// or [`refuse_growth`](Self::refuse_growth) must follow.
     pub fn growth(&self) -> Option<u32> {
         let grows = self.growth.is_wanted() && self.phase.takes_messages() && self.may_resize();
         grows.then(|| self.growth.next())
@@ -390,14 +373,13 @@ impl<R: Reason> Protocol<R> {
         self.growth.receives() - kept
     }
 
-    /// Notes that the buffers of [`growth`](Self::growth) could not be registered. The next attempt
-    /// follows the next check of the buffers.
+    /// Notes that the buffers of [`growth`](Self::growth) could not be registered. The next check
+    /// of the buffers tries again.
     pub fn refuse_growth(&mut self) {
         self.growth.refuse();
     }
 
-    /// Returns true if the buffers need checks, because an idle end may shrink or try to grow
-    /// again.
+    /// Returns true if the buffers need checks, because the receives may change.
     pub fn watches_receives(&self) -> bool {
         self.growth.is_grown() || self.growth.is_refused()
     }
@@ -427,7 +409,6 @@ impl<R: Reason> Protocol<R> {
         self.flow.resize(Resize { receives, skip, from, size });
     }
 
-    /// Returns true if the receives may change.
     pub fn may_resize(&self) -> bool {
         matches!(self.phase, Phase::Running(stage) if stage != Stage::Aborting)
             && self.flow.may_resize()
@@ -435,22 +416,20 @@ impl<R: Reason> Protocol<R> {
             && !self.flow.peer_has_finished()
     }
 
-    /// Begins to watch for messages unless it already does.
     pub fn watch_idle(&mut self, now: impl FnOnce() -> Instant) {
         self.timers.watch_idle(now);
     }
 
-    /// Makes a `Ping` due now, unless one is unanswered or `keepalive` is off.
+    /// Makes a `Ping` due like [`Timers::probe`].
     pub fn probe(&mut self, now: Instant) {
         self.timers.probe(now, self.flow.used_receives());
     }
 
-    /// Notes frames that answer a `Ping`. Returns true if the deadline has changed.
+    /// Notes frames that answer a `Ping`, like [`Timers::note_answer`].
     pub fn note_answer(&mut self, now: impl FnOnce() -> Instant) -> bool {
         self.timers.note_answer(now, self.flow.used_receives())
     }
 
-    /// Returns the next deadline.
     pub fn deadline(&self) -> Option<Instant> {
         self.timers.deadline()
     }

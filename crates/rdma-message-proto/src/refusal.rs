@@ -1,5 +1,7 @@
 //! Private data of a rejection, by a listener or its application.
 
+#![warn(missing_docs)]
+
 use std::fmt;
 
 use crate::handshake::{Content, Handshake};

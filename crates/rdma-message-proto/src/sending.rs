@@ -1,12 +1,9 @@
 //! Decides how a message is sent, what a sender waits for, and which sends are awaited.
-//!
-//! Frames and long messages are numbers here; the owner has their buffers, in the same order.
 
 use crate::end::Reason;
 use crate::frame::Kind;
 use crate::protocol::Protocol;
 
-/// The frames and offers in flight.
 #[derive(Debug, Clone)]
 pub struct Sending {
     /// Frames whose sends have completed, which happens in order.
@@ -22,14 +19,12 @@ pub struct Sending {
     full: (usize, u32),
 }
 
-/// A position in the frames and offers.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub struct FlushPoint {
     frames: u64,
     offers: u64,
 }
 
-/// How a message is sent.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Way {
     /// As one frame within its work request.
@@ -40,12 +35,9 @@ pub enum Way {
     Offer,
 }
 
-/// What a message waits for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Blocked {
-    /// Credits for this number of frames.
     Credits(u32),
-    /// This number of send buffers.
     Buffers(usize),
     /// Fetches of other messages before one of this number of bytes is offered.
     Memory(u64),
@@ -62,13 +54,11 @@ impl Default for Blocked {
 /// What the owner knows about its sends.
 #[derive(Debug, Clone, Copy)]
 pub struct Waits {
-    /// Bytes are held.
     pub holds: bool,
     /// No receive is posted.
     pub is_deaf: bool,
     /// The earliest point that a flush waits for.
     pub flush: Option<FlushPoint>,
-    /// The first sender waits for buffers.
     pub wants_buffers: bool,
 }
 
@@ -92,19 +82,16 @@ impl Sending {
         self.inline
     }
 
-    /// Returns the number of frames in flight.
     #[inline]
     pub fn in_flight(&self) -> usize {
         self.in_flight
     }
 
-    /// Returns the number of completed frames.
     #[inline]
     pub fn completed(&self) -> u64 {
         self.completed
     }
 
-    /// Notes a posted frame.
     #[inline]
     pub fn post(&mut self) {
         self.in_flight += 1;
@@ -118,7 +105,6 @@ impl Sending {
         self.full = (len, if is_full { before.saturating_add(1) } else { 0 });
     }
 
-    /// Notes that the oldest frame has completed.
     #[inline]
     pub fn complete(&mut self) {
         self.in_flight -= 1;
@@ -130,13 +116,11 @@ impl Sending {
         self.in_flight = kept;
     }
 
-    /// Notes an offer of `len` bytes.
     pub fn offer(&mut self, len: u64) {
         self.offered += len;
         self.offers_made += 1;
     }
 
-    /// Notes the fetch of the oldest offer, of `len` bytes.
     pub fn fetched(&mut self, len: u64) {
         self.offered -= len;
         self.offers_fetched += 1;
@@ -165,8 +149,8 @@ impl Sending {
 }
 
 impl<R: Reason> Protocol<R> {
-    /// Returns how a message of `len` bytes is sent if this end may have `buffers` for frames, or
-    /// what it waits for.
+    /// Returns how a message of `len` bytes is sent with `buffers` for frames, or what it waits
+    /// for.
     #[inline]
     pub fn way(&mut self, len: u64, buffers: usize) -> Result<Way, Blocked> {
         if !self.flow.may_send(Kind::Data) {
@@ -188,8 +172,8 @@ impl<R: Reason> Protocol<R> {
         if self.sending.may_offer(len) { Ok(Way::Offer) } else { Err(Blocked::Memory(len)) }
     }
 
-    /// Returns true if a sender that waits for `blocked` can try again. `has_buffers` tells whether
-    /// a number of buffers is available.
+    /// Returns true if a sender that waits for `blocked` can try again. `has_buffers` returns
+    /// whether a number of buffers is available.
     pub fn is_unblocked(
         &self,
         blocked: Blocked,
@@ -244,7 +228,6 @@ impl<R: Reason> Protocol<R> {
         last_in_place()
     }
 
-    /// Returns true if both ends have finished and everything has arrived.
     pub fn is_complete(&self) -> bool {
         self.flow.is_over() && self.sending.in_flight == 0
     }

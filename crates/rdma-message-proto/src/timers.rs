@@ -8,14 +8,12 @@ use crate::end::End;
 /// queue pair. Both normally take less than a millisecond.
 pub const LINGER: Duration = Duration::from_secs(1);
 
-/// The configured times.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct Times {
     /// The time without frames of the peer after which a `Ping` is due, and the time to answer it.
     pub keepalive: Option<(Duration, Duration)>,
     /// How long a sender waits while nothing is sent.
     pub stall: Option<Duration>,
-    /// The time for the peer's first message.
     pub first_message: Option<Duration>,
     /// The time without messages after which an end is idle.
     pub shrink: Duration,
@@ -28,31 +26,25 @@ pub struct Observed {
     pub stalled_at: Option<u64>,
     /// A message has arrived or was offered.
     pub message_seen: bool,
-    /// Messages sent and received.
     pub messages: u64,
 }
 
 /// The effect of an expired deadline.
 #[derive(Debug, PartialEq, Eq)]
 pub enum Expired {
-    /// A `Ping` is due.
     Silence,
-    /// The buffers must be checked.
     Buffers {
         /// True if no message was sent or received since the last check.
         idle: bool,
     },
-    /// The connection ends.
     Terminate(End),
 }
 
-/// The deadlines of an end.
 #[derive(Debug, Clone)]
 pub struct Timers {
     times: Times,
     /// When to conclude that the peer is silent, unless `arrived` has changed.
     silence: Option<Instant>,
-    /// Frames received at the last check.
     arrived: u32,
     pinged: bool,
     stall: Option<Instant>,
@@ -68,7 +60,6 @@ pub struct Timers {
 }
 
 impl Timers {
-    /// Creates timers without deadlines.
     pub fn unset() -> Self {
         Self {
             times: Times::default(),
@@ -85,7 +76,6 @@ impl Timers {
         }
     }
 
-    /// Starts the timers.
     pub fn new(times: Times, now: Instant) -> Self {
         let after = |time: Option<Duration>| time.and_then(|time| now.checked_add(time));
         Self {
@@ -106,7 +96,7 @@ impl Timers {
     }
 
     /// Starts the linger timeout on the first call after `set_dropped`. The driver calls it after
-    /// posting the last frame, because a busy runtime must not shorten the time for retransmission.
+    /// posting the last frame, so that a busy runtime does not shorten the time for retransmission.
     pub fn linger(&mut self, now: impl FnOnce() -> Instant) {
         if let Some(limit) = self.dropped.take() {
             self.linger = now().checked_add(limit);
@@ -128,9 +118,9 @@ impl Timers {
         }
     }
 
-    /// Makes the next `Ping` due an interval after frames that arrived since the last one.
-    /// Otherwise, a peer that is lost after its answer would get another only after `timeout`.
-    /// Returns true if the deadline has changed.
+    /// Makes the next `Ping` due an interval after frames that arrived since the last one, because
+    /// the loss of a peer that has answered would otherwise be found only after `timeout`. Returns
+    /// true if the deadline has changed.
     pub fn note_answer(&mut self, now: impl FnOnce() -> Instant, arrived: u32) -> bool {
         if !self.pinged || arrived == self.arrived {
             return false;
@@ -140,7 +130,6 @@ impl Timers {
         true
     }
 
-    /// Returns the next deadline.
     pub fn deadline(&self) -> Option<Instant> {
         let times = [self.silence, self.stall, self.first_message, self.idle, self.linger];
         times.into_iter().flatten().min()

@@ -1,4 +1,4 @@
-//! Violations of the protocol.
+#![warn(missing_docs)]
 
 use std::fmt;
 

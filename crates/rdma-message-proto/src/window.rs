@@ -1,13 +1,12 @@
 //! The number and size of an end's receives, and how the peer learns of changes.
 //!
-//! A connection starts with [`FIRST_MESSAGES`] receives for messages, of [`FIRST_SIZE`] bytes. It
-//! replaces them by longer ones with use, then adds more, and returns to the first ones when idle
-//! (`growth.rs`). It posts the new receives before it announces them with a `Resize` frame. Posted
-//! receives cannot be taken back, so the `Resize` asks the peer to skip those of another length:
-//! the peer sends a `Resize` without payload for each, which uses it up.
+//! `growth.rs` decides when the receives change. An end posts new receives before it announces them
+//! with a `Resize` frame. Posted receives cannot be taken back, so the `Resize` asks the peer to
+//! skip those of another length: the peer sends a `Resize` without payload for each, which uses it
+//! up.
 //!
-//! The device uses receives in the order in which they were posted. Both ends count them from the
-//! start of the connection, so that the peer knows the size of the receive that each frame meets:
+//! The device uses receives in the order of posting. Both ends count them from the start of the
+//! connection, so that the peer knows the size of the receive for each frame:
 //!
 //! ```text
 //!   receive        0 … 7    8 … 11   12 …
@@ -38,10 +37,8 @@ pub struct Resize {
 }
 
 impl Resize {
-    /// The encoded length.
     pub const LEN: usize = 16;
 
-    /// Encodes the change.
     pub fn to_bytes(self) -> [u8; Self::LEN] {
         let mut bytes = [0; Self::LEN];
         let fields = [self.receives, self.skip, self.from, self.size];
@@ -51,7 +48,6 @@ impl Resize {
         bytes
     }
 
-    /// Decodes a change; `None` for another length.
     pub fn from_bytes(bytes: &[u8]) -> Option<Self> {
         let bytes: &[u8; Self::LEN] = bytes.try_into().ok()?;
         let [receives, skip, from, size] = std::array::from_fn(|field| {
@@ -62,7 +58,6 @@ impl Resize {
     }
 }
 
-/// The sizes of the peer's receives.
 #[derive(Debug, Clone, Copy)]
 pub struct Sizes {
     size: u32,
@@ -71,7 +66,6 @@ pub struct Sizes {
 }
 
 impl Sizes {
-    /// Creates the sizes of receives of `size` bytes each.
     pub fn new(size: u32) -> Self {
         Self { size, change: None }
     }
@@ -93,12 +87,10 @@ impl Sizes {
         }
     }
 
-    /// Returns the size announced last.
     pub fn last(&self) -> u32 {
         self.change.map_or(self.size, |(_, size)| size)
     }
 
-    /// Returns true if all further receives have one size.
     pub fn is_settled(&self) -> bool {
         self.change.is_none()
     }

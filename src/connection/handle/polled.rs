@@ -1,5 +1,3 @@
-//! The sink and the stream of a handle.
-
 use std::pin::Pin;
 use std::task::{Context, Poll, ready};
 
@@ -15,7 +13,7 @@ use crate::waiters::Ticket;
 
 #[derive(Debug, Default)]
 pub(super) struct Polled {
-    /// The message of the sink, which waits for a credit.
+    /// A message that waits for a credit.
     pending: Option<Bytes>,
     pub(super) sending: Option<Ticket>,
     flushing: Flush,

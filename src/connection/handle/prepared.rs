@@ -1,5 +1,3 @@
-//! A connection before the peer is known.
-
 use std::fmt;
 use std::sync::Arc;
 
@@ -14,7 +12,7 @@ use crate::connection::config::ConnectionConfig;
 use crate::connection::driver::drive;
 use crate::connection::error::{CloseReason, EstablishError};
 use crate::connection::resources::ConnectionResources;
-use crate::connection::shared::Shared;
+use crate::connection::shared::ConnectionInner;
 use crate::connection::state::ConnectionState;
 use crate::error::{NoRuntime, OpErrorKind, SetupError};
 use crate::op::{QueuePair, QueuePairBuilder, QueuePairEndpoint};
@@ -29,7 +27,6 @@ pub struct PreparedConnection {
 }
 
 impl PreparedConnection {
-    /// Prepares a connection with checked settings. `describe` configures the queue pair further.
     pub(in crate::connection) fn new(
         resources: ConnectionResources,
         config: &ConnectionConfig,
@@ -89,7 +86,6 @@ impl PreparedConnection {
         self.start(handshake, user_data, None, None)
     }
 
-    /// Starts the driver on the connected queue pair.
     pub(in crate::connection) fn start(
         mut self,
         peer: Handshake,
@@ -101,7 +97,7 @@ impl PreparedConnection {
         let addresses = link.as_ref().map(|link| (link.local_addr(), link.peer_addr()));
         let link = link.map(Arc::new);
         self.state.set_peer(&peer, link.clone());
-        let shared = Shared::new(self.state, self.qp, runtime.clone(), admitted);
+        let shared = ConnectionInner::new(self.state, self.qp, runtime.clone(), admitted);
         if shared.is_draining() {
             shared.drain();
         }

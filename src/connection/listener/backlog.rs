@@ -1,5 +1,3 @@
-//! Established connections that wait for `accept`.
-
 use std::collections::VecDeque;
 use std::mem;
 use std::net::SocketAddr;
@@ -17,8 +15,7 @@ use crate::contained::wakes_contained;
 
 pub(super) type Established = Result<Unaccepted, EstablishError>;
 
-/// A connection that the application does not know yet. Dropping it resets the peer, which dropping
-/// a byte stream would not.
+/// Dropping it resets the peer, which dropping a byte stream would not.
 pub(super) struct Unaccepted(Option<Connection>);
 
 /// The established connections, and the tasks that wait for them.
@@ -51,7 +48,7 @@ impl Backlog {
         Self { limit: limit as usize, state: Mutex::default(), changed, driver }
     }
 
-    /// Returns true if the driver should establish more connections. Otherwise registers its waker.
+    /// Registers the driver's waker if this returns false.
     pub(super) fn poll_has_capacity(&self, context: &mut Context<'_>) -> bool {
         self.driver.register(context.waker());
         self.has_capacity(&self.state.lock())
@@ -152,7 +149,7 @@ impl Backlog {
         self.state.lock().task = Some(task);
     }
 
-    /// Records that the driver has ended, with an error if no more connections can arrive.
+    /// `end` is `Some` if no more connections can arrive.
     pub(super) fn driver_ended(&self, end: Option<EstablishError>) {
         let mut state = self.state.lock();
         state.has_driver = false;
@@ -210,7 +207,7 @@ impl Drop for Unaccepted {
     }
 }
 
-/// A waiting call of `accept`, counted until dropped.
+/// A call of `accept`, counted until dropped.
 pub(super) struct Waiting<'a>(&'a Backlog);
 
 impl Drop for Waiting<'_> {

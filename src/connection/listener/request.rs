@@ -1,5 +1,3 @@
-//! A peer's request, which is accepted or rejected.
-
 use std::fmt;
 use std::net::SocketAddr;
 use std::pin::pin;
@@ -106,7 +104,7 @@ impl ConnectionRequest {
     ///
     /// Waits for the confirmation for at most
     /// [`connect_timeout`](ConnectionConfig::connect_timeout). After 0.1 s, another request that
-    /// has waited for 0.1 s evicts and rejects this one, so that silent peers do not block others.
+    /// has waited as long evicts and rejects this one, so that silent peers do not block others.
     /// For more than ten requests per second, accept each in its own task.
     ///
     /// # Errors
@@ -192,7 +190,6 @@ impl Requested {
         }
     }
 
-    /// Accepts without a check for eviction, and counts a failure.
     pub(super) async fn establish(
         self,
         config: &ConnectionConfig,

@@ -1,5 +1,3 @@
-//! Changes of the posted receives.
-
 use rdma_message_proto::window::FIRST_SIZE;
 use rdma_provider::later;
 
@@ -63,11 +61,12 @@ impl ConnectionState {
         }
     }
 
-    /// Makes the peer skip as many receives as still have long buffers after shrinking. If these
-    /// are not the oldest ones, it is repeated. It waits until no message is in a buffer: a long
-    /// one would count, but cannot be skipped, because the next receive has another buffer.
+    /// Makes the peer skip as many receives as still have long buffers after shrinking, repeatedly
+    /// if these are not the oldest.
     fn exchange_long_receives(&mut self) {
         let long_receives_left = self.receives.long_receives_left(self.protocol.receives());
+        // A message in a long buffer would count, but cannot be skipped, because the next receive
+        // has another buffer.
         if long_receives_left > 0 && !self.has_messages() && self.protocol.may_resize() {
             let from = self.posted_receives();
             self.post_receives(long_receives_left);
@@ -79,8 +78,8 @@ impl ConnectionState {
         self.protocol.flow.used_receives().wrapping_add(self.receives.posted.len() as u32)
     }
 
-    /// After shrinking, returns the long buffers to the budget once the peer has skipped their
-    /// receives and no frame is in one.
+    /// Returns the long buffers to the budget once the peer has skipped their receives and no frame
+    /// is in one.
     pub(in crate::connection) fn settle_receives(&mut self) {
         let is_settled = self.protocol.flow.may_resize()
             && self.receives.long_receives_left(self.protocol.receives()) == 0;

@@ -1,5 +1,3 @@
-//! Growth and shrinking of the buffers for sends.
-
 use rdma_message_proto::sending::Blocked;
 use rdma_message_proto::window::FIRST_SIZE;
 use rdma_provider::later;
@@ -10,7 +8,6 @@ use crate::connection::waiting::Attempt;
 use crate::memory::{BufMut, Pool, PoolError};
 
 impl ConnectionState {
-    /// Returns a registered buffer for one of `frames` frames.
     #[inline]
     pub(in crate::connection) fn send_buffer(
         &mut self,
@@ -27,9 +24,7 @@ impl ConnectionState {
         }
     }
 
-    /// Returns a registered buffer for bytes that wait for a credit. Short first receives of the
-    /// peer do not limit how much is held: once the short buffers are used up, longer ones replace
-    /// them, of which half are left for frames.
+    /// Returns a buffer for bytes that wait for a credit.
     pub(in crate::connection) fn held_buffer(&mut self) -> Attempt<BufMut> {
         if !self.memory.send.has_free(1) {
             self.reap();
@@ -46,8 +41,9 @@ impl ConnectionState {
         self.grow_send_memory(len, 1)
     }
 
-    /// Checks whether [`held_buffer`](Self::held_buffer) may take a buffer.
     pub(in crate::connection) fn check_held_buffer(&self) -> Result<(), Blocked> {
+        // Short first receives of the peer do not limit how much is held: once the short buffers
+        // are used up, longer ones replace them, of which half are left for frames.
         let (frame, held) = (self.protocol.framing().frame(), self.limits.held);
         if self.protocol.has_unread(self.memory.send.most() * frame.max(held)) {
             return Err(Blocked::Credits(1));
@@ -100,7 +96,7 @@ impl ConnectionState {
         self.limit_frames(None);
     }
 
-    /// Limits frames to receives of `size` bytes, or to those that the peer has announced last.
+    /// Without `size`, the peer's last announcement applies.
     pub(in crate::connection) fn limit_frames(&mut self, size: Option<u32>) {
         self.protocol.limit_frames(size, self.memory.send.most());
         let frame = self.protocol.framing().frame();

@@ -14,7 +14,7 @@
 //!
 //! Lock order: pool state, peer state (two at once only under the pool state), gate of an
 //! initiator, queues of the engine. An operation whose peer has an initiator locks only the peer.
-//! Wakers are called after the release of the last lock of a thread.
+//! Wakers are called after the last lock is released.
 
 use std::collections::VecDeque;
 use std::sync::atomic::{AtomicU32, AtomicU64, AtomicUsize, Ordering};
@@ -27,21 +27,20 @@ use smallvec::SmallVec;
 use super::DcPolicy;
 use super::peer::{Peer, PeerState};
 use crate::dc::DcInitiator;
-use crate::engine::{CompletionQueueCore, WorkQueue};
+use crate::engine::{Drainer, WorkQueue};
 use crate::error::{OpErrorKind, SetupError};
 
 pub(super) struct Core {
     pub(super) members: Box<[Member]>,
     pub(super) policy: DcPolicy,
     pub(super) state: Mutex<State>,
-    /// Length of the wait queue, readable without the lock.
     queued_peers: AtomicUsize,
     tick: AtomicU64,
     pub(super) switches: AtomicU64,
     pub(super) waited: AtomicU64,
     pub(super) repairs: AtomicU64,
     pub(super) failed_repairs: AtomicU64,
-    /// Advances the pool when an awaited initiator becomes idle, and when work fails.
+    /// Advances the pool when an awaited initiator is idle, and when work fails.
     advance_waker: Waker,
 }
 
@@ -72,7 +71,7 @@ impl Member {
 #[derive(Default)]
 pub(super) struct State {
     assignments: Vec<Assignment>,
-    /// Some may have no waiting operation any more.
+    /// Contains peers without a waiting operation, too.
     wait_queue: VecDeque<Weak<Peer>>,
     abandoned: usize,
     closed: bool,
@@ -107,7 +106,7 @@ struct Assignment {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Health {
     Sound,
-    /// Work has failed; repaired when all of it is flushed.
+    /// Repaired when all work is flushed.
     Broken,
     Repairing,
     Failed(OpErrorKind),
@@ -179,7 +178,7 @@ impl Core {
         }
     }
 
-    pub(super) fn cq(&self) -> &Arc<CompletionQueueCore> {
+    pub(super) fn cq(&self) -> &Arc<Drainer> {
         self.members[0].queue().cq()
     }
 
@@ -196,10 +195,11 @@ impl Core {
     }
 
     /// Returns true if a peer should yield its initiator before an operation or another lease
-    /// (`for_lease`). Under a lease, operations do not yield, because the initiator would stay
-    /// leased; chained leases must, or they would never end.
+    /// (`for_lease`).
     #[inline]
     pub(super) fn must_yield(&self, own: &PeerState, for_lease: bool) -> bool {
+        // Operations under a lease do not yield, because the initiator would stay leased; chained
+        // leases must, or they would never end.
         self.queued_peers.load(Ordering::Relaxed) > 0
             && (for_lease || own.leases == 0)
             && self.quota().is_some_and(|quota| own.used >= quota)
@@ -230,10 +230,8 @@ impl Core {
         self.advance(self.state.lock());
     }
 
-    /// Notes that a queued peer no longer has a waiting operation.
-    ///
-    /// Compacts the queue when half of it is abandoned, because any number may be queued behind a
-    /// peer that waits for long.
+    /// Compacts the queue when half of the queued peers have no waiting operation any more, because
+    /// any number may be queued behind one that waits for long.
     #[cold]
     pub(super) fn peer_abandoned(&self) {
         let mut state = self.state.lock();
@@ -251,8 +249,7 @@ impl Core {
         self.advance(state);
     }
 
-    /// Returns true if `peer`, which has no waiting operation, has or gets an initiator at once and
-    /// may post.
+    /// Returns true if `peer`, which has no waiting operation, may post at once.
     pub(super) fn assign_now(&self, state: &mut State, peer: &Arc<Peer>, for_lease: bool) -> bool {
         let mut own = peer.state.lock();
         if state.closed || own.has_waiting() {
@@ -308,8 +305,8 @@ impl Core {
         self.waited.fetch_add(1, Ordering::Relaxed);
     }
 
-    /// Does all possible work: detects failures, serves the wait queue, resumes recalled peers,
-    /// repairs. Arms wakers for the rest.
+    /// Detects failures, serves the wait queue, resumes recalled peers and repairs. Arms wakers for
+    /// the rest.
     pub(super) fn advance<'a>(&'a self, mut state: MutexGuard<'a, State>) {
         loop {
             self.detect_failures(&mut state);
@@ -384,8 +381,8 @@ impl Core {
         true
     }
 
-    /// Returns an initiator to assign: the least recently used of the free or idle ones, or of
-    /// shared ones the one with the least work.
+    /// Returns the least recently used of the free or idle initiators, or of shared ones the one
+    /// with the least work.
     fn pick(&self, state: &mut State) -> Option<usize> {
         let sound = |&at: &usize| {
             state.assignments[at].health == Health::Sound && self.members[at].is_sound()

@@ -16,24 +16,24 @@ use crate::error::SetupError;
 use crate::types::Qpn;
 use crate::verbs::ProtectionDomain;
 
-/// The way in which peers of a [`DcPool`] use its initiators.
+/// How peers of a [`DcPool`] use its initiators.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum DcPolicy {
     /// An initiator has work in flight for one peer only, so an error affects only that peer.
     ///
-    /// The initiator stays with its peer until it is idle and another peer needs it. If none is
-    /// idle, peers wait in FIFO order. A peer that has begun `quota` operations since its
-    /// assignment then yields to the first waiting peer and queues at the end.
+    /// An idle initiator moves to a peer that needs one. If none is idle, peers wait in FIFO order.
+    /// A peer that has begun `quota` operations then yields to the first waiting peer and queues at
+    /// the end.
     Exclusive {
         /// The number of operations, at least 1. A batch counts as one.
         quota: u32,
     },
     /// An initiator serves any number of peers; no peer waits for one.
     ///
-    /// A peer with nothing in flight switches from an initiator that is busy for other peers to the
-    /// one with the least work. An error of one operation flushes all operations on the initiator,
-    /// including those of other peers.
+    /// A peer with nothing in flight switches from a busy initiator to the one with the least work.
+    /// An error of one operation flushes all operations on the initiator, including those of other
+    /// peers.
     Shared,
 }
 
@@ -87,8 +87,8 @@ impl Default for DcPolicy {
 /// flushed, even if all futures are dropped. Other initiators and waiting operations are not
 /// affected.
 ///
-/// A failed repair is tried again when an operation finds no other initiator. If no initiator can
-/// be repaired, that operation and all waiting ones fail with the reason:
+/// A failed repair is tried again when an operation finds no other initiator. If all repairs fail,
+/// so do this operation and all waiting ones, with
 /// [`OpErrorKind::CompletionQueue`](crate::OpErrorKind::CompletionQueue) or
 /// [`Post`](crate::OpErrorKind::Post).
 ///
@@ -112,8 +112,8 @@ impl DcPool {
         }
     }
 
-    /// Creates a peer from its address. Clones share an order of operations; a second peer from the
-    /// same address is independent.
+    /// Creates a peer, whose clones share an order of operations. A second peer from the same
+    /// address is independent.
     ///
     /// # Errors
     ///
@@ -153,10 +153,9 @@ impl DcPool {
 
     /// Closes the pool.
     ///
-    /// Operations that wait for an initiator, and later ones, fail with
-    /// [`OpErrorKind::Closed`](crate::OpErrorKind::Closed). Operations in flight are flushed or
-    /// fail likewise, so await important ones first. Afterwards the device accesses none of their
-    /// buffers.
+    /// Waiting and later operations fail with [`OpErrorKind::Closed`](crate::OpErrorKind::Closed).
+    /// Operations in flight are flushed or fail likewise, so await important ones first. Afterwards
+    /// the device accesses none of their buffers.
     pub fn close(&self) {
         self.core.close();
     }

@@ -17,8 +17,8 @@ use crate::error::{CompletionError, OpError, OpErrorKind, TryError};
 use crate::op::Destination;
 use crate::types::SendFlags;
 
-/// A peer leaves a shared initiator only for one with this many fewer work requests, because each
-/// switch costs a connection.
+/// A peer leaves a shared initiator only for one with this many fewer work requests: a switch costs
+/// a connection.
 const REBALANCE_MARGIN: usize = 8;
 
 pub(super) struct Peer {
@@ -29,8 +29,7 @@ pub(super) struct Peer {
 
 #[derive(Default)]
 pub(super) struct PeerState {
-    /// The index of the assigned initiator plus 1, in few bytes, because there may be very many
-    /// peers.
+    /// The index of the initiator plus 1, in few bytes because there may be very many peers.
     assignment: Option<NonZero<u32>>,
     pub(super) used: u32,
     pub(super) leases: u32,
@@ -86,7 +85,7 @@ impl PeerState {
         self.waiting.as_mut()?.remove(at)
     }
 
-    /// Marks the peer as queued, and returns true if the caller must put it into the wait queue.
+    /// Returns true if the caller must put the peer into the wait queue.
     pub(super) fn joins_wait_queue(&mut self) -> bool {
         self.has_waiting() && !std::mem::replace(&mut self.queued, true)
     }
@@ -139,8 +138,7 @@ impl Peer {
         }
     }
 
-    /// Posts at once if possible; otherwise queues the work. `for_lease`: see
-    /// [`must_yield`](super::core::Core::must_yield).
+    /// `for_lease`: see [`must_yield`](super::core::Core::must_yield).
     fn submit<F, W>(self: &Arc<Self>, for_lease: bool, work: W) -> PooledOperation<F>
     where
         F: Send + 'static,
@@ -237,14 +235,13 @@ impl Peer {
 
 /// A peer of a [`DcPool`](super::DcPool), on any of its initiators. Clones refer to the same peer.
 ///
-/// Operations work like the methods of [`DcSender`]. A call posts the operation if the peer has an
-/// initiator or one is idle. Otherwise the operation is queued, and posted when the peer gets an
-/// initiator, even if it is not polled.
+/// Operations work like the methods of [`DcSender`]. Without an initiator, an operation is queued,
+/// and posted when the peer gets one, even if it is not polled.
 ///
-/// Operations to one peer are posted in call order over all clones, and arrive in that order on one
-/// initiator. Operations called before a failure was seen are flushed, or executed on a repaired
-/// initiator in undefined order. Use [`borrow`](Self::borrow) for a sequence that must end with its
-/// first failure.
+/// Operations are posted in call order over all clones, and arrive in that order on one initiator.
+/// Operations called before a failure was seen are flushed, or executed on a repaired initiator in
+/// undefined order. Use [`borrow`](Self::borrow) for a sequence that must end with its first
+/// failure.
 #[derive(Clone)]
 pub struct DcPoolPeer {
     peer: Arc<Peer>,
@@ -263,9 +260,9 @@ impl DcPoolPeer {
         &self.peer.to
     }
 
-    /// Returns true if work of this peer has failed in flight, or if the pool was closed. A peer
-    /// that has failed can be used, but its target may have moved: make another one from a current
-    /// address, as a [`PeerSet`](crate::peers::PeerSet) does.
+    /// Returns true if work of this peer has failed in flight, or if the pool was closed. The
+    /// target may have moved: make another peer from a current address, as a
+    /// [`PeerSet`](crate::peers::PeerSet) does.
     ///
     /// In a [shared](super::DcPolicy::Shared) pool, all peers of the same initiator fail with it.
     #[must_use]
@@ -294,10 +291,9 @@ impl DcPoolPeer {
 
     /// Leases an initiator for a burst of operations to this peer, until the lease is dropped.
     ///
-    /// Treat the lease like a lock: no other peer can use the initiator. A task with a lease that
-    /// awaits another lease, or an operation to another peer, deadlocks if all initiators are
-    /// leased. Other operations to this peer use the leased initiator too, but stay behind earlier
-    /// calls of `borrow`.
+    /// Treat the lease like a lock: a task with a lease that awaits another lease, or an operation
+    /// to another peer, deadlocks if all initiators are leased. Other operations to this peer use
+    /// the leased initiator too, but stay behind earlier calls of `borrow`.
     ///
     /// # Errors
     ///
@@ -474,7 +470,7 @@ impl fmt::Debug for DcLease {
 ///
 /// # Cancel safety
 ///
-/// Dropping the [`PooledOperation`] returns an initiator that was already assigned.
+/// As for [`DcPoolPeer::borrow`].
 #[derive(Debug)]
 pub struct PendingDcLease {
     lease: Option<Result<DcLease, OpErrorKind>>,

@@ -68,18 +68,17 @@ impl<F: Future + Unpin> Future for PooledOperation<F> {
 impl<F: Revocable + Send> PooledOperation<F> {
     /// Limits the operation to `limit` from now. The deadline revokes it: see [`Within`].
     ///
-    /// - An operation that waits for an initiator, or is queued in one outside of a batch, leaves
-    ///   the queue without effect on other work.
+    /// - A queued operation, unless it is part of a batch that has an initiator, leaves the queue
+    ///   without effect on other work.
     /// - An operation in flight makes its initiator fail. In an
     ///   [exclusive](super::DcPolicy::Exclusive) pool, only other work of this peer is flushed; in
     ///   a [shared](super::DcPolicy::Shared) pool, the work of all peers of the initiator.
     ///
-    /// The pool repairs the initiator when its work has been flushed, as after any failure. If the
-    /// device does not flush it within a second, the initiator is destroyed, and the pool continues
-    /// with the others.
+    /// The pool then repairs the initiator, or destroys it if the device does not flush its work
+    /// within a second.
     ///
-    /// If the operation completes at the moment of its deadline and its initiator moves to another
-    /// peer, the work of that peer is flushed.
+    /// If the operation completes at that moment and its initiator moves to another peer, the work
+    /// of that peer is flushed.
     pub fn within(self, limit: Duration) -> Within<Self> {
         self.deadline(clock::deadline(limit))
     }
@@ -209,8 +208,7 @@ impl<F> Stage<F> {
 pub(super) trait Waiting: Send + Sync {
     /// Posts the operation or fails it, under locks.
     ///
-    /// Returns false without effect if that was done before, or the future was dropped, but the
-    /// entry has not left the queue yet.
+    /// Returns false without effect if that was done before, or the future was dropped.
     fn resolve(&self, grant: Result<Grant<'_>, OpErrorKind>) -> bool;
 
     /// Called under locks, so the task is woken after their release.

@@ -18,7 +18,7 @@ type Runtime = u32;
 /// The completion queue of a device: completions, one-shot arming, a channel.
 struct Device {
     completions: u32,
-    /// Completions of solicited receives, which the listener learns of.
+    /// Completions of solicited receives, which the completion waker learns of.
     receives: u32,
     /// The device is lost: drains fail once they find nothing.
     lost: bool,
@@ -51,7 +51,7 @@ struct Queue {
     slot: Slot<()>,
     id: WrId,
     waiting: AtomicU32,
-    listener: Option<Waker>,
+    completion_waker: Option<Waker>,
     runtimes: Mutex<Vec<Runtime>>,
 }
 
@@ -72,7 +72,7 @@ impl Armed for Draining<'_> {
             self.state.failed |= device.lost && taken + received == 0;
             (taken, received)
         };
-        self.woken.extend(self.queue.listener.iter().filter(|_| received > 0).cloned());
+        self.woken.extend(self.queue.completion_waker.iter().filter(|_| received > 0).cloned());
         for _ in 0..taken {
             match completed(&self.queue.slot, self.queue.id) {
                 Finished::Wake(waker) => {
@@ -100,7 +100,7 @@ impl Armed for Draining<'_> {
     }
 
     fn awaited(&self) -> Arm {
-        match &self.queue.listener {
+        match &self.queue.completion_waker {
             _ if self.queue.waiting.load(Ordering::Relaxed) > 0 => Arm::All,
             Some(_) => Arm::Solicited,
             None => Arm::Off,
@@ -118,7 +118,7 @@ impl Armed for Draining<'_> {
 
 impl Queue {
     /// Creates a queue for which `arm` is requested.
-    fn new(arm: Arm, listener: Option<Waker>) -> Self {
+    fn new(arm: Arm, completion_waker: Option<Waker>) -> Self {
         let slot = Slot::new(POSTED.wr_id, false);
         assert!(slot.claim(1), "a new slot is free");
         let device = Device {
@@ -139,7 +139,7 @@ impl Queue {
             id: slot.id(),
             slot,
             waiting: AtomicU32::new(0),
-            listener,
+            completion_waker,
             runtimes: Mutex::new(Vec::new()),
         }
     }
@@ -306,10 +306,10 @@ struct SpinningTask {
 }
 
 impl SpinningTask {
-    /// Creates a queue with a listener, and its task in the runtime [`OWN`]. The task spins, or has
-    /// an event to handle if `by_event`.
-    fn new(by_event: bool, listener: Waker) -> Self {
-        let queue = Arc::new(Queue::new(Arm::Solicited, Some(listener)));
+    /// Creates a queue with a completion waker, and its task in the runtime [`OWN`]. The task
+    /// spins, or has an event to handle if `by_event`.
+    fn new(by_event: bool, completion_waker: Waker) -> Self {
+        let queue = Arc::new(Queue::new(Arm::Solicited, Some(completion_waker)));
         queue.runtimes.lock().unwrap().push(OWN);
         let (scheduled, server) = flag();
         let mut device = queue.device.lock().unwrap();
@@ -352,8 +352,8 @@ impl SpinningTask {
 fn loom_receives_are_found_while_a_task_begins_or_ends_to_spin() {
     for by_event in [false, true] {
         ::loom::model(move || {
-            let (woken, listener) = flag();
-            let mut task = SpinningTask::new(by_event, listener);
+            let (woken, completion_waker) = flag();
+            let mut task = SpinningTask::new(by_event, completion_waker);
             let device = thread::spawn({
                 let queue = task.queue.clone();
                 move || (0..2).for_each(|_| queue.receive())
@@ -396,8 +396,8 @@ fn loom_an_operation_that_waits_beside_a_spinning_task_is_woken() {
 #[test]
 fn loom_an_event_for_an_operation_that_waits_beside_a_spinning_task_is_taken() {
     ::loom::model(|| {
-        let (found, listener) = flag();
-        let mut task = SpinningTask::new(false, listener);
+        let (found, completion_waker) = flag();
+        let mut task = SpinningTask::new(false, completion_waker);
         let (woken, waker) = flag();
         assert!(!task.queue.wait(waker));
         // The receive is found only if the queue is armed again after the event.
@@ -422,8 +422,8 @@ fn loom_an_event_for_an_operation_that_waits_beside_a_spinning_task_is_taken() {
 fn loom_a_receive_is_found_by_another_runtime_than_the_blocked_one_whose_task_spins() {
     for by_event in [false, true] {
         ::loom::model(move || {
-            let (woken, listener) = flag();
-            let mut task = SpinningTask::new(by_event, listener);
+            let (woken, completion_waker) = flag();
+            let mut task = SpinningTask::new(by_event, completion_waker);
             let queue = task.queue.clone();
             let device = thread::spawn({
                 let queue = queue.clone();
@@ -447,8 +447,8 @@ fn loom_a_receive_is_found_by_another_runtime_than_the_blocked_one_whose_task_sp
 fn loom_a_receive_is_found_although_the_task_that_spins_is_dropped() {
     for by_event in [false, true] {
         ::loom::model(move || {
-            let (woken, listener) = flag();
-            let SpinningTask { queue, .. } = SpinningTask::new(by_event, listener);
+            let (woken, completion_waker) = flag();
+            let SpinningTask { queue, .. } = SpinningTask::new(by_event, completion_waker);
             let ended = Arc::new(AtomicBool::new(false));
             let device = thread::spawn({
                 let queue = queue.clone();

@@ -131,8 +131,8 @@ fn spin_rounds_start_at_zero_in_each_generation() {
 #[test]
 fn buffers_of_an_abandoned_operation_are_returned_by_its_completion() {
     let (slot, [(_, waker), _]) = (slot(), wakers());
-    let held = |value: u8| -> Option<Held> { Some(Box::new(value)) };
-    let value = |held: Option<Held>| *held.unwrap().downcast::<u8>().unwrap();
+    let held = |value: u8| -> Option<DetachedBuffers> { Some(Box::new(value)) };
+    let value = |held: Option<DetachedBuffers>| *held.unwrap().downcast::<u8>().unwrap();
     for waits in [false, true] {
         assert!(slot.claim(1));
         let id = slot.id();

@@ -60,11 +60,11 @@ impl WorkQueue {
         }
     }
 
-    /// Returns true if this single element needs no further check. Empty elements need one: some
-    /// devices take length 0 for 2^31.
+    /// Returns true if this single element needs no further check.
     #[inline]
     pub(in crate::engine) fn is_plain(&self, sge: Sge, pd: PdKey, remote_len: u64) -> bool {
         let length = u64::from(sge.length);
+        // Some devices take length 0 for 2^31.
         pd == self.pd && length > 0 && length <= remote_len && length <= self.plain
     }
 
@@ -329,9 +329,7 @@ impl WorkQueue {
         Ok(claim)
     }
 
-    /// Posts a list with one doorbell. If the device accepts some parts and refuses the next, the
-    /// queue pair is moved to the error state: the accepted parts may be unsignalled, so only a
-    /// later completion shows when their buffers are free.
+    /// Posts a list with one doorbell.
     #[inline(never)]
     fn post_list(&self, mut posting: MutexGuard<'_, Posting>, parts: Parts<'_>, slot: &Slot<Self>) {
         let Some(Poster::Send(qp)) = &posting.poster else {
@@ -354,6 +352,8 @@ impl WorkQueue {
             rdma_provider::trace!(posted, of = count, "posted a batch");
         }
         if let Some(PostError { error, .. }) = refused {
+            // The accepted parts may be unsignalled, so only a later completion shows when their
+            // buffers are free: the queue pair is moved to the error state.
             let mut woken = WakeList::new();
             self.refuse_from(
                 &mut posting,
@@ -376,8 +376,7 @@ impl WorkQueue {
         self.cq().add_waiter();
     }
 
-    /// Announces queued work to the drainer and posts as much as possible. Arms the completion
-    /// queue if work remains, because its operations may not be polled.
+    /// Announces queued work to the drainer and posts as much as possible.
     pub(in crate::engine) fn announce_queued(&self, mut posting: MutexGuard<'_, Posting>) {
         self.capacity.announce_waiter();
         let mut woken = WakeList::new();
@@ -386,6 +385,7 @@ impl WorkQueue {
         drop(posting);
         woken.finish();
         if waits {
+            // The operations may not be polled.
             self.cq().ensure_watched();
         }
     }
@@ -492,10 +492,9 @@ impl WorkQueue {
         }
     }
 
-    /// Flushes the accepted beginning of a batch. Moves the queue pair to the error state and posts
+    /// Flushes the accepted beginning of a batch: moves the queue pair to the error state and posts
     /// a work request in place of the `last`, whose flush completes the batch. If the device
-    /// refuses that too, the queue pair is destroyed after the locks are released, which also
-    /// completes the batch.
+    /// refuses that too, the queue pair is destroyed after the locks are released.
     fn flush_behind(
         &self,
         posting: &mut Posting,

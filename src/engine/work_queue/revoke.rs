@@ -22,8 +22,8 @@ impl WorkQueue {
         true
     }
 
-    /// Moves the queue pair to the error state because of `cause`, so that the device flushes all
-    /// its work. Returns false if there is no queue pair, or the device refuses.
+    /// Lets the device flush all work of the queue pair. Returns false if there is no queue pair,
+    /// or the device refuses.
     pub(crate) fn move_to_error(&self, cause: OpErrorKind) -> bool {
         self.queue_pair().is_some_and(|queue_pair| queue_pair.move_to_error(cause))
     }

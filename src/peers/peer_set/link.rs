@@ -3,8 +3,8 @@ use std::future::{Future, ready};
 use crate::connection::Connection;
 use crate::dc::DcPoolPeer;
 
-/// A link to a peer in a [`PeerSet`](super::PeerSet): a [`Connection`], a [`DcPoolPeer`], or a
-/// type of yours that contains one, for example with a task that dispatches answers.
+/// A link to a peer in a [`PeerSet`](super::PeerSet): a [`Connection`], a [`DcPoolPeer`], or your
+/// own type, for example with a task that dispatches answers.
 ///
 /// ```
 /// use tokio_rdma::Connection;
@@ -30,12 +30,12 @@ use crate::dc::DcPoolPeer;
 /// }
 /// ```
 pub trait PeerLink: Send + Sync + 'static {
-    /// Returns true if the link is of no further use: the next [`get`](super::PeerSet::get) makes
-    /// another one. The set calls it with a lock held, so it must neither block nor use the set.
+    /// Returns true if the next [`get`](super::PeerSet::get) is to make another link. Called with a
+    /// lock of the set held, so it must neither block nor use the set.
     fn has_ended(&self) -> bool;
 
-    /// Closes an idle link that the set has removed, or one that has ended, of which guards may
-    /// still exist. Does nothing by default.
+    /// Closes an idle link that the set has removed, or one that has ended and may have guards.
+    /// Does nothing by default.
     ///
     /// The set drops other links without this call: those that their last guard finds ended, those
     /// detached by [`disconnect`](super::PeerSet::disconnect) while a guard exists, and all while
@@ -48,7 +48,7 @@ pub trait PeerLink: Send + Sync + 'static {
     fn abort(&self) {}
 }
 
-/// Has ended when it has a [`close_reason`](Connection::close_reason).
+/// Ends with a [`close_reason`](Connection::close_reason).
 impl PeerLink for Connection {
     fn has_ended(&self) -> bool {
         self.close_reason().is_some()
@@ -64,8 +64,8 @@ impl PeerLink for Connection {
     }
 }
 
-/// Has ended when it [has failed](DcPoolPeer::has_failed). Nothing is closed: guards may be used
-/// after the set is dropped.
+/// Ends when it [has failed](DcPoolPeer::has_failed). Nothing is closed: guards may be used after
+/// the set is dropped.
 impl PeerLink for DcPoolPeer {
     fn has_ended(&self) -> bool {
         self.has_failed()

@@ -63,7 +63,7 @@ impl<K: Hash + Eq + Clone, L: PeerLink> Table<K, L> {
         }
     }
 
-    /// Enters the slot of a known peer and returns its permits; `None` for other peers.
+    /// Returns the permits of a known peer.
     pub(super) fn enter(&mut self, key: &K) -> Option<Arc<Semaphore>> {
         let slot = self.slots.get_mut(key)?;
         slot.users += 1;
@@ -192,8 +192,8 @@ impl<K: Hash + Eq + Clone, L: PeerLink> Table<K, L> {
         (std::mem::take(&mut self.ended), next)
     }
 
-    /// Returns true if the closer must be notified. For later idle peers, which expire later, its
-    /// timer suffices.
+    /// Returns true if the closer must be notified: later idle peers expire later, so its timer
+    /// suffices for them.
     pub(super) fn needs_closer(&self) -> bool {
         let expires = self.idle_timeout.is_some() && !self.idle.is_empty();
         !self.ended.is_empty() || expires && self.closer_wakes.is_none()

@@ -43,8 +43,7 @@ impl Connector {
         Self { dialer: Dialer::Service(Box::new(connect)), changes: None }
     }
 
-    /// Connects on the device that `open` returns, which is called again after a removal if it
-    /// `reopens` the device.
+    /// After a removal, `open` is called again only if it `reopens` the device.
     pub(super) fn on_device(
         open: impl FnMut() -> Result<Device, OpenError> + Send + 'static,
         reopens: bool,
@@ -121,17 +120,15 @@ impl Connector {
         }
     }
 
-    /// Begins to watch the device of a new connection: before others see the connection, so that no
-    /// change after that is missed.
+    /// Called before others see the connection, so that no change after that is missed.
     pub(super) fn watch(&mut self, connection: &Connection) {
         if let Dialer::Service(_) = self.dialer {
             self.changes = PortChanges::new(connection.protection_domain().device());
         }
     }
 
-    /// Waits for the end of a connection, and lets it ask its peer for a frame after each change
-    /// that leaves a port active. While all ports are down, that would fail, although a short
-    /// outage harms no idle connection.
+    /// Waits for the end of a connection, and probes it after each change that leaves a port
+    /// active.
     pub(super) async fn ended(&mut self, connection: &Connection) -> CloseReason {
         let reason = probing(self.changes.as_mut(), connection, connection.closed()).await;
         if let Dialer::Service(_) = self.dialer {
@@ -152,6 +149,7 @@ async fn probing<T>(
     loop {
         match select(ended.as_mut(), pin!(changes.wait_by_readers())).await {
             Either::Left((ended, _)) => return ended,
+            // A probe would end a connection that survives a short outage.
             Either::Right(_) if all_ports_are_down(connection.protection_domain().device()) => {}
             Either::Right(_) => connection.probe(),
         }

@@ -64,8 +64,7 @@ pub enum ReconnectError {
     Closed,
     /// The Tokio runtime has shut down.
     Runtime,
-    /// The connector, or a function of the policy or for opening the device, has panicked. The
-    /// panic was reported by the panic hook.
+    /// The connector, or a function of the policy or for opening the device, has panicked.
     Panicked {
         /// Message of the panic; empty if it is not text.
         message: String,

@@ -80,8 +80,7 @@ impl ReconnectPolicy {
         self
     }
 
-    /// Returns the delay after `step` earlier ones: between half and all of the exponential delay,
-    /// depending on `random`.
+    /// Returns the delay after `step` earlier ones.
     pub(super) fn delay(&self, step: u32, random: u64) -> Duration {
         let greatest = self.greatest_delay.max(LEAST_DELAY);
         let factor = 1_u32.checked_shl(step).unwrap_or(u32::MAX);

@@ -5,7 +5,7 @@ use std::sync::atomic::AtomicBool;
 use std::task::{Context, Poll, Waker};
 
 use super::events::Draining;
-use super::{CompletionQueueCore, READY_BUDGET, State};
+use super::{Drainer, READY_BUDGET, State};
 use crate::contained::wake_to_repoll;
 use crate::engine::arm;
 use crate::engine::completion_mode::CompletionMode;
@@ -16,8 +16,7 @@ use crate::error::VerbError;
 use crate::sync::{MutexGuard, Ordering, lock, try_lock};
 use crate::types::WorkCompletion;
 
-/// Lets the task poll again at once: without a reactor, only the task itself can cause its next
-/// poll.
+/// Without a reactor, only the task itself can cause its next poll.
 #[cold]
 fn poll_without_reactor(context: &Context<'_>) {
     static IS_KNOWN: AtomicBool = AtomicBool::new(false);
@@ -30,7 +29,7 @@ fn poll_without_reactor(context: &Context<'_>) {
     wake_to_repoll(context);
 }
 
-impl CompletionQueueCore {
+impl Drainer {
     /// Returns true if taken completions may stay undispatched: no task waits, and no thread polls.
     /// A task that begins to wait dispatches them first: `poll_further`, `wait_slow`,
     /// `ensure_watched`.
@@ -39,8 +38,7 @@ impl CompletionQueueCore {
         self.waiting.load(Ordering::Relaxed) == 0 && self.mode.arms()
     }
 
-    /// Finishes `slot`, to which the first of `taken` completions belongs. If no task waits, the
-    /// others stay undispatched until the next poll, which avoids the path through their slots.
+    /// Finishes `slot`, to which the first of `taken` completions belongs.
     #[inline(never)]
     fn finish_first(
         mut guard: MutexGuard<'_, State>,
@@ -54,6 +52,7 @@ impl CompletionQueueCore {
         state.counters.completions += taken as u64;
         let has_waiters = queue.finish_own(slot);
         if this.may_defer() {
+            // The others stay undispatched, which avoids the path through their slots.
             (state.next, state.end) = (1, taken);
         } else {
             this.finish_batch(state, 1, taken);
@@ -67,7 +66,7 @@ impl CompletionQueueCore {
     /// Polls once for the work request of `queue` in a [new](Slot::is_new) slot, then waits as the
     /// mode requires.
     ///
-    /// If the next completion is a success of this operation, returns the result of `see`;
+    /// If the next completion is a success of this operation, returns the result of `extract`;
     /// otherwise the slot has the outcome. In the first case the caller must
     /// [end](crate::engine::claim::Claim::end) the claim. That may free the queue, so the caller
     /// has no reference arguments to it.
@@ -76,10 +75,10 @@ impl CompletionQueueCore {
         queue: &WorkQueue,
         slot: &Slot<WorkQueue>,
         context: &mut Context<'_>,
-        see: impl FnOnce(&WorkCompletion) -> S,
+        extract: impl FnOnce(&WorkCompletion) -> S,
     ) -> Poll<Option<S>> {
         let this = queue.cq();
-        this.poll_once(lock(&this.state), queue, slot, context, see)
+        this.poll_once(lock(&this.state), queue, slot, context, extract)
     }
 
     #[inline]
@@ -88,21 +87,21 @@ impl CompletionQueueCore {
         queue: &WorkQueue,
         slot: &Slot<WorkQueue>,
         context: &mut Context<'_>,
-        see: impl FnOnce(&WorkCompletion) -> S,
+        extract: impl FnOnce(&WorkCompletion) -> S,
     ) -> Poll<Option<S>> {
         let rounds = slot.rounds();
         // A watched slot holds a waker and is finished through the slot.
         if slot.is_unwatched()
             && let Some(state) = try_lock(&self.state)
         {
-            let see = |completion: &WorkCompletion| {
+            let extract = |completion: &WorkCompletion| {
                 if slot.is_traced() {
                     trace_completed(completion);
                 }
                 self.found(rounds);
-                see(completion)
+                extract(completion)
             };
-            return self.poll_once(state, queue, slot, context, see);
+            return self.poll_once(state, queue, slot, context, extract);
         }
         self.wait_slot(slot, context).map(|()| None)
     }
@@ -114,37 +113,37 @@ impl CompletionQueueCore {
         queue: &WorkQueue,
         slot: &Slot<WorkQueue>,
         context: &mut Context<'_>,
-        see: impl FnOnce(&WorkCompletion) -> S,
+        extract: impl FnOnce(&WorkCompletion) -> S,
     ) -> Poll<Option<S>> {
         let state = &mut *guard;
         let waited = if let Some(direct) = &self.direct {
             if state.ready_budget > 0
                 && let Some(completion) = direct.take_request(slot.id())
             {
-                let seen = see(&completion);
+                let extracted = extract(&completion);
                 state.ready_budget -= 1;
                 state.counters.completions += 1;
                 let has_waiters = queue.finish_own(slot);
-                queue.slots().hint(slot);
+                queue.slots().remember_free(slot);
                 if has_waiters || !self.may_defer() {
                     Self::drain_further(guard, queue);
                 }
-                return Poll::Ready(Some(seen));
+                return Poll::Ready(Some(extracted));
             }
             self.poll_direct(guard, slot, context)
         } else if state.next < state.end
             && let Some(next) = state.completions.get(state.next)
         {
             if is_success_of(next, slot) {
-                let seen = see(next);
+                let extracted = extract(next);
                 state.next += 1;
                 if queue.finish_own(slot) {
                     Self::admit_queued(guard, queue);
                 } else {
                     drop(guard);
                 }
-                queue.slots().hint(slot);
-                return Poll::Ready(Some(seen));
+                queue.slots().remember_free(slot);
+                return Poll::Ready(Some(extracted));
             }
             self.poll_further(guard, slot, context)
         } else {
@@ -154,7 +153,7 @@ impl CompletionQueueCore {
             {
                 let next = &state.completions[0];
                 if is_success_of(next, slot) && state.ready_budget >= taken {
-                    let seen = see(next);
+                    let extracted = extract(next);
                     if taken > 1 || state.completions.len() == 1 {
                         Self::finish_first(guard, taken, queue, slot);
                     } else {
@@ -166,8 +165,8 @@ impl CompletionQueueCore {
                             drop(guard);
                         }
                     }
-                    queue.slots().hint(slot);
-                    return Poll::Ready(Some(seen));
+                    queue.slots().remember_free(slot);
+                    return Poll::Ready(Some(extracted));
                 }
             }
             self.poll_slow(guard, found, slot, context)

@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use tokio::runtime;
 
-use super::{CompletionQueueCore, State};
+use super::{Drainer, State};
 use crate::engine::arm::{self, Arm, Armed};
 use crate::engine::completion_mode::CompletionMode;
 use crate::engine::reactor::{self, Reactors};
@@ -12,9 +12,9 @@ use crate::engine::runtime::is_current;
 use crate::sync::{MutexGuard, Ordering, lock, try_lock};
 use crate::verbs::{Channel, Device};
 
-impl CompletionQueueCore {
-    /// Ensures that a completion is noticed even if no task waits for it: an abandoned operation
-    /// holds buffers, and capacity that others wait for. A busy poller needs no event.
+impl Drainer {
+    /// Ensures that completions are noticed even if no task waits: an abandoned operation holds
+    /// buffers, and capacity that others wait for.
     pub(in crate::engine) fn ensure_watched(self: &Arc<Self>) {
         if !self.mode.arms() {
             return;
@@ -35,9 +35,8 @@ impl CompletionQueueCore {
         watched
     }
 
-    /// Requests an event if the task of another runtime spins. Later events arm the queue again,
-    /// because two runtimes watch it now.
     fn arm_beside_spinning(&self) {
+        // Later events arm the queue again, because two runtimes watch it now.
         let mut state = lock(&self.state);
         arm::arm_beside_spinning(&mut Draining { queue: self, state: &mut state }, is_current);
         self.release(state);
@@ -59,7 +58,7 @@ impl CompletionQueueCore {
     }
 }
 
-impl reactor::Watched for CompletionQueueCore {
+impl reactor::Watched for Drainer {
     fn channel(&self) -> Option<&Channel> {
         self.channel.as_ref()
     }
@@ -75,7 +74,8 @@ impl reactor::Watched for CompletionQueueCore {
     fn on_event(&self, runtime: Option<runtime::Id>) -> bool {
         let mut state = lock(&self.state);
         // Another runtime gets no event of an unarmed queue, and this one may be blocked.
-        let may_spin = |&own: &runtime::Id| state.listeners > 0 && self.reactors.is_only(own);
+        let may_spin =
+            |&own: &runtime::Id| state.completion_wakers > 0 && self.reactors.is_only(own);
         let runtime = runtime.filter(may_spin);
         let draining = &mut Draining { queue: self, state: &mut state };
         let begins = arm::on_event_or_spin(draining, runtime);
@@ -137,7 +137,7 @@ impl reactor::Watched for CompletionQueueCore {
 }
 
 pub(super) struct Draining<'a> {
-    pub(super) queue: &'a CompletionQueueCore,
+    pub(super) queue: &'a Drainer,
     pub(super) state: &'a mut State,
 }
 

@@ -41,10 +41,10 @@ const READY_BUDGET: usize = 128;
 /// Aligned so that a busy-poll thread, which upgrades its weak reference in each round, writes to
 /// no cache line of these fields.
 #[repr(align(64))]
-pub(crate) struct CompletionQueueCore {
+pub(crate) struct Drainer {
     mode: CompletionMode,
     /// Operations in flight that registered a waker or were abandoned, queued work requests,
-    /// watchers for an idle work queue, and listeners.
+    /// watchers for an idle work queue, and completion wakers.
     waiting: AtomicU32,
     /// The part of `waiting` that only waits for solicited messages, see [`Limits::solicited`].
     /// Increased under the lock of `state`.
@@ -58,14 +58,14 @@ pub(crate) struct CompletionQueueCore {
     channel: Option<Channel>,
 }
 
-/// The state of the drainer: the thread that holds its lock and takes completions.
+/// The state under the lock of the thread that takes completions.
 struct State {
     completions: Vec<WorkCompletion>,
     queues: Vec<Option<Attached>>,
     vacant: Vec<u32>,
     reserved: u32,
     request: arm::Request,
-    listeners: u32,
+    completion_wakers: u32,
     spinning: Option<runtime::Id>,
     spun: u64,
     unacknowledged: u32,
@@ -80,8 +80,7 @@ struct State {
 }
 
 impl State {
-    /// Returns true if a poll that took `taken` completions filled its batch, so that the next one
-    /// may take more.
+    /// Returns true if a poll that took `taken` completions filled its batch.
     #[inline]
     fn was_full(&mut self, taken: usize) -> bool {
         let full = taken == self.completions.len();
@@ -91,8 +90,7 @@ impl State {
         full
     }
 
-    /// Prefetches the work queues and slots of completions `from..to`. Without it, each completion
-    /// of many work queues costs two cache misses in turn.
+    /// Without prefetching, each completion of many work queues costs two cache misses in turn.
     #[inline]
     fn prefetch(&self, from: usize, to: usize) {
         if from + 1 < to && self.queues.len() > FEW {
@@ -128,7 +126,7 @@ struct Attached {
     reserved: u32,
 }
 
-impl CompletionQueueCore {
+impl Drainer {
     pub(super) fn new(cq: Cq, channel: Option<Channel>, mode: CompletionMode) -> Self {
         Self {
             channel,
@@ -144,7 +142,7 @@ impl CompletionQueueCore {
                 vacant: Vec::new(),
                 reserved: 0,
                 request: arm::Request::NONE,
-                listeners: 0,
+                completion_wakers: 0,
                 spinning: None,
                 spun: 0,
                 unacknowledged: 0,
@@ -214,8 +212,7 @@ impl CompletionQueueCore {
         Ok(queue)
     }
 
-    /// Sets the queue pair to destroy if this completion queue fails. Returns an error if it has
-    /// already failed.
+    /// Sets the queue pair to destroy if this completion queue fails.
     pub(super) fn set_queue_pair(
         &self,
         queue: &WorkQueue,
@@ -231,7 +228,7 @@ impl CompletionQueueCore {
     }
 
     /// Adds a consumer of a shared receive queue, whose buffers are free only after all consumers
-    /// are gone. Returns an error if this completion queue has failed.
+    /// are gone.
     pub(super) fn add_consumer(
         &self,
         queue: &WorkQueue,
@@ -269,8 +266,8 @@ impl CompletionQueueCore {
         let entry = &mut state.queues[queue.owner().0 as usize];
         let detached = if detach { entry.take() } else { None };
         if let Some(attached) = &detached {
-            if queue.has_listener() {
-                state.listeners -= 1;
+            if queue.has_completion_waker() {
+                state.completion_wakers -= 1;
                 queue.remove_watcher();
             }
             state.reserved -= attached.reserved;
@@ -289,7 +286,7 @@ impl CompletionQueueCore {
         self.direct.is_some().then(|| lock(&self.state))
     }
 
-    /// Takes all available completions under one lock.
+    /// Takes all available completions without releasing the lock.
     pub(super) fn drain_all(&self) {
         let mut state = lock(&self.state);
         while self.drain_batch(&mut state) {}
@@ -311,7 +308,7 @@ impl CompletionQueueCore {
         self.cq.device().serve()
     }
 
-    /// Takes one batch and finishes its operations; returns true if there may be more.
+    /// Returns true if there may be more completions.
     fn drain_batch(&self, state: &mut State) -> bool {
         if let Some(direct) = &self.direct {
             let State { queues, woken, .. } = state;
@@ -332,13 +329,14 @@ impl CompletionQueueCore {
         }
     }
 
-    /// Dispatches all available completions; returns true if there were any. Without this, a task
-    /// that awaits nothing would never find completions that arrived with the one it took.
+    /// Dispatches all available completions; returns true if there were any.
     pub(super) fn dispatch_available(&self) -> bool {
         if !self.mode.arms() {
             return false;
         }
         let mut state = lock(&self.state);
+        // A task that took the first completion of a batch may await nothing more, and so never
+        // find the others.
         let (taken, before) = (state.next < state.end, state.counters.completions);
         while self.drain_batch(&mut state) {}
         let any = taken || state.counters.completions != before;
@@ -420,14 +418,14 @@ impl CompletionQueueCore {
         self.waiting.fetch_add(1, Ordering::Relaxed);
     }
 
-    pub(super) fn set_listener(self: &Arc<Self>, queue: &WorkQueue, listener: Waker) {
+    pub(super) fn set_completion_waker(self: &Arc<Self>, queue: &WorkQueue, waker: Waker) {
         let mut state = lock(&self.state);
         let attached = state.queues.get(queue.owner().0 as usize).and_then(Option::as_ref);
         if attached.is_none_or(|attached| !std::ptr::eq(&*attached.queue, queue)) {
             return;
         }
-        queue.set_listener(listener);
-        state.listeners += 1;
+        queue.set_completion_waker(waker);
+        state.completion_wakers += 1;
         self.add_waiter();
         self.solicited.fetch_add(u32::from(queue.limits.solicited), Ordering::Relaxed);
         drop(state);
@@ -477,7 +475,7 @@ fn ignored(wr_id: WrId) {
     rdma_provider::warn!(%wr_id, "ignored a completion of a destroyed queue");
 }
 
-impl Polled for CompletionQueueCore {
+impl Polled for Drainer {
     #[inline]
     fn glance(&self) -> Option<bool> {
         let empty = self.cq.is_empty()?;
@@ -497,7 +495,7 @@ impl Polled for CompletionQueueCore {
     }
 }
 
-impl Drop for CompletionQueueCore {
+impl Drop for Drainer {
     fn drop(&mut self) {
         // `ibv_destroy_cq(3)` waits for the acknowledgements.
         let state = lock(&self.state);
@@ -507,9 +505,9 @@ impl Drop for CompletionQueueCore {
     }
 }
 
-impl fmt::Debug for CompletionQueueCore {
+impl fmt::Debug for Drainer {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("CompletionQueueCore")
+        f.debug_struct("Drainer")
             .field("cq", &self.cq)
             .field("mode", &self.mode)
             .finish_non_exhaustive()
