@@ -394,7 +394,8 @@ fn limit_errors_name_field_asked_and_allowed() {
         assert_eq!(error.kind(), limit(field, 9, 8));
         assert_eq!(error.into_buffer().len(), 9);
         assert_eq!(
-            a.qp.write_with_imm(a.blank(9), region.grant(), tokio_rdma::Imm(0))
+            a.qp.with_imm(tokio_rdma::Imm(0))
+                .write(a.blank(9), region.grant())
                 .await
                 .unwrap_err()
                 .kind(),

@@ -43,7 +43,7 @@ fn header(kind: u32, released: u32, done: u32) -> Imm {
 
 impl Peer {
     async fn send(&self, payload: &[u8], imm: Imm) {
-        let sent = self.qp.send_with_imm(self.pool.copy_from(payload).unwrap(), imm);
+        let sent = self.qp.with_imm(imm).send(self.pool.copy_from(payload).unwrap());
         // The send may fail. The test checks the other end.
         drop(soon("send", sent).await);
     }
@@ -95,7 +95,7 @@ fn notifications_beyond_the_window_or_after_fin_close_the_connection() {
             let notify = |imm| {
                 let buffer = peer.pool.copy_from(b"hostile").unwrap();
                 let remote = region.grant().slice(..7).unwrap();
-                peer.qp.write_with_imm(buffer, remote, Imm(imm))
+                peer.qp.with_imm(Imm(imm)).write(buffer, remote)
             };
             if after_fin {
                 peer.send(b"", header(FIN, 0, 0)).await;
@@ -311,7 +311,7 @@ fn sends_beyond_the_credits_find_no_receive() {
         let (connection, peer) = connect_peer(&Network::new(), &config);
         // 8 receives are posted, and the application receives nothing.
         let flood: Vec<_> = (0..200)
-            .map(|_| peer.qp.send_with_imm(peer.pool.copy_from(b"x").unwrap(), header(DATA, 0, 0)))
+            .map(|_| peer.qp.with_imm(header(DATA, 0, 0)).send(peer.pool.copy_from(b"x").unwrap()))
             .collect();
         let inbox = || connection.counters().inbox;
         eventually("8 received messages", || inbox() >= 8).await;
@@ -454,7 +454,7 @@ fn random_frames_do_no_harm() {
                     } else {
                         header(random.u32(..5), 0, 0)
                     };
-                    drop(peer.qp.send_with_imm(peer.pool.copy_from(&payload).unwrap(), imm));
+                    drop(peer.qp.with_imm(imm).send(peer.pool.copy_from(&payload).unwrap()));
                     if random.bool() {
                         drop(connection.send(pattern(random.usize(..20_000), 1)).now_or_never());
                     }

@@ -570,7 +570,7 @@ fn each_violation_ends_the_stream_with_its_name() {
             let (peer, accepted) = tokio::join!(connecting, listener.accept());
             let (peer, (mut stream, _)) = (peer.unwrap(), accepted.unwrap());
             let bytes = peer.pool.copy_from(&payload).unwrap();
-            drop(soon("send", peer.qp.send_with_imm(bytes, header(kind, released))).await);
+            drop(soon("send", peer.qp.with_imm(header(kind, released)).send(bytes)).await);
             let error = soon("an error", stream.read(&mut [0; 8])).await.unwrap_err();
             assert_eq!(error.kind(), ErrorKind::InvalidData, "{what}: {error}");
             assert_eq!(reason(&error), Some(CloseReason::Violation(violation)), "{what}");
@@ -582,12 +582,12 @@ fn each_violation_ends_the_stream_with_its_name() {
         let (peer, (mut stream, _)) = (peer.unwrap(), accepted.unwrap());
         let mut frames = 0;
         while frames < 8 {
-            let send = peer.qp.send_inline_with_imm(&[frames], header(DATA, 0));
+            let send = peer.qp.with_imm(header(DATA, 0)).send_inline(&[frames]);
             soon("send", send).await.unwrap();
             frames += 1;
         }
         // The stream reads none, so the next one finds no receive.
-        drop(peer.qp.send_inline_with_imm(&[frames], header(DATA, 0)));
+        drop(peer.qp.with_imm(header(DATA, 0)).send_inline(&[frames]));
         let mut bytes = [0; 8];
         soon("bytes", stream.read_exact(&mut bytes)).await.unwrap();
         assert_eq!(bytes, [0, 1, 2, 3, 4, 5, 6, 7]);
