@@ -419,7 +419,7 @@ fn limit_errors_name_field_asked_and_allowed() {
             allowed: 16384,
         };
         match a.pool.try_alloc(16385) {
-            Err(PoolError::TooLong(error)) => assert_eq!(error, pool),
+            Err(PoolError::Limit(error)) => assert_eq!(error, pool),
             other => panic!("{other:?}"),
         }
         assert_eq!(a.qp.send_counters().posted, 0, "no operation reached the device");
