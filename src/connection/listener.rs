@@ -26,9 +26,11 @@ use self::backlog::{Backlog, Established, Unaccepted};
 use self::request::Requested;
 
 use super::admission::{Admission, ListenerStats, rejection};
+#[cfg(doc)]
 use super::config::ConnectionConfig;
 use super::error::{CloseReason, EstablishError};
 use super::handle::Connection;
+use super::listener_config::ListenerConfig;
 use super::resources::ResourceCache;
 use crate::clock::{self, Sleep, timeout};
 use crate::cm;
@@ -83,7 +85,7 @@ pub struct Listener {
 
 struct Acceptor {
     inner: cm::Listener,
-    config: ConnectionConfig,
+    config: ListenerConfig,
     admission: Arc<Admission>,
     cache: Arc<ResourceCache>,
     backlog: Backlog,
@@ -157,10 +159,11 @@ impl Listener {
         device: &Device,
         address: impl ToSocketAddrs + fmt::Debug,
     ) -> Result<Self, EstablishError> {
-        Self::bind_with(device, address, &ConnectionConfig::default()).await
+        Self::listen(device, address, Box::default()).await
     }
 
-    /// Listens at the first usable address. Port 0 selects a free port.
+    /// Listens at the first usable address. Port 0 selects a free port. `config` is a
+    /// [`ListenerConfig`], or only the [`ConnectionConfig`] of the connections.
     ///
     /// # Errors
     ///
@@ -175,19 +178,29 @@ impl Listener {
     pub async fn bind_with(
         device: &Device,
         address: impl ToSocketAddrs + fmt::Debug,
-        config: &ConnectionConfig,
+        config: impl Into<ListenerConfig>,
+    ) -> Result<Self, EstablishError> {
+        Self::listen(device, address, Box::new(config.into())).await
+    }
+
+    /// `config` is boxed, because a future would store it twice.
+    pub(crate) async fn listen(
+        device: &Device,
+        address: impl ToSocketAddrs + fmt::Debug,
+        config: Box<ListenerConfig>,
     ) -> Result<Self, EstablishError> {
         config.check(device)?;
         // Invalid settings must fail here: later they would reject every peer without a reason.
-        let answer = cm::Listener::answer_with(device, &config.cm_options(MAX_RESPONSE_DATA)?)?;
-        let admission = Admission::new(config, answer);
+        let answer =
+            cm::Listener::answer_with(device, &config.connection.cm_options(MAX_RESPONSE_DATA)?)?;
+        let admission = Admission::new(&config, answer);
         let inner = Box::pin(cm::Listener::bind(device, address)).await?;
         let answered = inner.answer(admission.clone())?;
         rdma_provider::debug!(address = %inner.local_addr(), answered, "listening for connections");
-        let (cache, config) = (ResourceCache::of(device), config.clone());
+        let cache = ResourceCache::of(device);
         let backlog = Backlog::new(config.backlog);
         let listener = Self {
-            acceptor: Arc::new(Acceptor { inner, config, admission, cache, backlog }),
+            acceptor: Arc::new(Acceptor { inner, config: *config, admission, cache, backlog }),
             ended: false,
         };
         if listener.acceptor.config.backlog > 0 {
@@ -227,15 +240,15 @@ impl Listener {
     }
 
     /// Returns the next established connection. Rejects peers with another protocol or beyond
-    /// [`max_connections`](ConnectionConfig::max_connections) or
-    /// [`max_connections_per_source`](ConnectionConfig::max_connections_per_source), and skips
+    /// [`max_connections`](ListenerConfig::max_connections) or
+    /// [`max_connections_per_source`](ListenerConfig::max_connections_per_source), and skips
     /// peers that do not confirm. [`stats`](Self::stats) counts both. To decide about each peer,
     /// use [`request`](Self::request).
     ///
     /// Tasks in the runtime of [`bind`](Self::bind), which must run meanwhile, establish
     /// connections even before `accept` is called. If that runtime has shut down, the next call
-    /// starts them in its own. Up to [`handshakes`](ConnectionConfig::handshakes) run at once, and
-    /// up to [`backlog`](ConnectionConfig::backlog) connections wait for `accept`. Connections are
+    /// starts them in its own. Up to [`handshakes`](ListenerConfig::handshakes) run at once, and
+    /// up to [`backlog`](ListenerConfig::backlog) connections wait for `accept`. Connections are
     /// returned in order of completion, so slow peers delay no other.
     ///
     /// The software device answers requests itself, as a kernel does for TCP. An unconfirmed peer
@@ -277,7 +290,7 @@ impl Listener {
     /// connection itself. Connections that it established before come first, as requests: accepting
     /// one returns the connection with the listener's settings, and
     /// [rejecting](ConnectionRequest::reject) aborts it. With a
-    /// [`backlog`](ConnectionConfig::backlog) of 0 there are none unless `accept` was called.
+    /// [`backlog`](ListenerConfig::backlog) of 0 there are none unless `accept` was called.
     ///
     /// A request's address may be forged, yet accepting it holds a queue pair and buffers until
     /// confirmation or [eviction](ConnectionRequest::accept_with). For untrusted peers use
@@ -441,7 +454,7 @@ impl Acceptor {
 
     fn resume(&self) {
         // The provider does not check paths, so it must not answer if they are restricted.
-        self.admission.set_answering(self.config.accepts_any_peer());
+        self.admission.set_answering(self.config.connection.accepts_any_peer());
         self.backlog.set_paused(false);
     }
 
@@ -544,7 +557,7 @@ impl Acceptor {
             match self.admission.handshake(inner.private_data()) {
                 Ok((handshake, user_data)) => {
                     let user_data = Bytes::copy_from_slice(user_data);
-                    let (cache, config) = (self.cache.clone(), self.config.clone());
+                    let (cache, config) = (self.cache.clone(), self.config.connection.clone());
                     let admission = self.admission.clone();
                     let waiting = self.inner.waiting();
                     return Ok(Requested {

@@ -99,7 +99,7 @@ use crate::verbs::{Device, ProtectionDomain};
 ///
 /// [keepalive]: ConnectionConfig::keepalive
 /// [stalls]: ConnectionConfig::stall_timeout
-/// [nothing]: ConnectionConfig::first_message_timeout
+/// [nothing]: crate::ListenerConfig::first_message_timeout
 ///
 /// # Cancel safety
 ///

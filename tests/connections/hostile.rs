@@ -13,7 +13,8 @@ use tokio_rdma::software::{Faults, Network, drive};
 use tokio_rdma::types::{Imm, Rkey, WcStatus};
 use tokio_rdma::{
     Access, CloseReason, CompletionMode, CompletionQueue, Connection, ConnectionConfig, Device,
-    EstablishError, Listener, MessageError, Pool, ProtectionDomain, QueuePair, RemoteRegion, cm,
+    EstablishError, Listener, ListenerConfig, MessageError, Pool, ProtectionDomain, QueuePair,
+    RemoteRegion, cm,
 };
 
 /// A plain queue pair with receives, controlled by the test.
@@ -586,7 +587,7 @@ fn peers_beyond_the_limits_get_the_reason_and_are_counted() {
         // In virtual time no answer is late. A late one would be repeated, and counted again.
         let network = Network::simulated(1, Faults::none());
         let (server, at) = device(&network, "server");
-        let limits = config().max_connections(3).max_connections_per_source(2);
+        let limits = ListenerConfig::new(config()).max_connections(3).max_connections_per_source(2);
         let bound = Listener::bind_with(&server, (at, 0), &limits);
         let listener = drive(&network, bound).await.unwrap();
         let address = listener.local_addr();
@@ -657,7 +658,9 @@ fn limits_apply_to_requests_accepted_by_the_program() {
         let network = Network::new();
         let (server, at) = device(&network, "server");
         let listener =
-            Listener::bind_with(&server, (at, 0), &config().max_connections(1)).await.unwrap();
+            Listener::bind_with(&server, (at, 0), ListenerConfig::new(config()).max_connections(1))
+                .await
+                .unwrap();
         let (address, (client, _)) = (listener.local_addr(), device(&network, "client"));
         let serve = async {
             let first = listener.request().await.unwrap().accept().await.unwrap();
@@ -685,7 +688,7 @@ fn first_message_timeout_closes_only_silent_peers() {
         let (server, at) = device(&network, "server");
         // Long enough for a first message on a busy machine.
         let limit = Duration::from_secs(3);
-        let patient = config().first_message_timeout(Some(limit));
+        let patient = ListenerConfig::new(config()).first_message_timeout(Some(limit));
         let listener = Listener::bind_with(&server, (at, 0), &patient).await.unwrap();
         let (address, (client, _)) = (listener.local_addr(), device(&network, "client"));
         let connect = async || {
@@ -704,7 +707,7 @@ fn first_message_timeout_closes_only_silent_peers() {
         // application has not received it yet.
         assert_eq!(heard.close_reason(), None);
         assert_eq!(heard.recv().await.unwrap().unwrap(), "first");
-        let none = config().first_message_timeout(Some(Duration::ZERO));
+        let none = ListenerConfig::new(config()).first_message_timeout(Some(Duration::ZERO));
         assert!(Listener::bind_with(&server, (at, 0), &none).await.is_err());
     });
 }

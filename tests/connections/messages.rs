@@ -26,7 +26,7 @@ use tokio_rdma::software::{Faults, LinkCounters, Network};
 use tokio_rdma::types::Gid;
 use tokio_rdma::{
     Access, Buf, CompletionMode, CompletionQueue, Connection, ConnectionConfig, EstablishError,
-    Listener, MessageError, Pool, RemoteRegion, SetupError, cm,
+    Listener, ListenerConfig, MessageError, Pool, RemoteRegion, SetupError, cm,
 };
 
 fn everywhere<F: Future<Output = ()>>(
@@ -1027,7 +1027,6 @@ fn invalid_settings_are_refused_by_name() {
         };
         assert_eq!(small(config().receive_buffers(0)), "receive_buffers");
         assert_eq!(small(config().send_buffers(0)), "send_buffers");
-        assert_eq!(small(config().handshakes(0)), "handshakes");
         assert_eq!(small(config().receive_buffer_size(19)), "receive_buffer_size");
         assert_eq!(small(config().max_inline(19)), "max_inline");
         assert_eq!(small(config().max_send_wr(1)), "max_send_wr");
@@ -1056,6 +1055,10 @@ fn invalid_settings_are_refused_by_name() {
             .mode(CompletionMode::Event)
             .build()
             .unwrap();
+        let none = ListenerConfig::new(config()).handshakes(0);
+        let bound = Listener::bind_with(&device, connected::address(&device), none).await;
+        let least = SetupError::TooSmall { field: "handshakes", asked: 0, least: 1 };
+        assert_eq!(bound.unwrap_err(), EstablishError::Setup(least));
         let full = Connection::prepare(&pd, &config().completion_queue(&queue));
         assert!(matches!(full, Err(SetupError::CompletionQueueFull { .. })), "{full:?}");
     });
@@ -1473,9 +1476,10 @@ fn silent_peer_delays_no_other_handshake() {
 fn silent_peers_at_the_handshake_limit_delay_others_until_their_deadline() {
     run("bounded", || async {
         let (device, _) = device(&Network::new());
-        let config = config().connect_timeout(Duration::from_millis(300)).handshakes(1);
+        let config = config().connect_timeout(Duration::from_millis(300));
+        let one = ListenerConfig::new(config.clone()).handshakes(1);
         let listener =
-            Listener::bind_with(&device, connected::address(&device), &config).await.unwrap();
+            Listener::bind_with(&device, connected::address(&device), one).await.unwrap();
         let address = listener.local_addr();
         let _silent = silent(&device, address).await;
         // This request is handled after the silent peer has timed out.

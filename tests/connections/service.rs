@@ -13,7 +13,8 @@ use tokio::task::JoinHandle;
 use tokio_rdma::connection::{BufferBudget, RefusalReason, ShutdownReport};
 use tokio_rdma::software::Network;
 use tokio_rdma::{
-    CloseReason, Connection, ConnectionConfig, Device, EstablishError, Listener, MessageError,
+    CloseReason, Connection, ConnectionConfig, Device, EstablishError, Listener, ListenerConfig,
+    MessageError,
 };
 
 use crate::connected::{self, config, pair, recv, run};
@@ -144,7 +145,7 @@ fn connections_are_established_before_accept_up_to_the_backlog() {
     run("backlog", || async {
         let (device, _) = device(&Network::new());
         let budget = BufferBudget::new(1 << 20);
-        let config = config().budget(&budget).backlog(3);
+        let config = ListenerConfig::new(config().budget(&budget)).backlog(3);
         let listener = Listener::bind_with(&device, connected::address(&device), &config).await;
         let listener = listener.unwrap();
         let client = connected::config();
@@ -177,8 +178,9 @@ fn connections_beyond_the_backlog_wait_until_others_are_accepted() {
         // A kernel does not answer for the listener, so requests beyond the handshakes evict those
         // that take longer than 0.1 s.
         let handshakes = if hardware().is_some() { ALL as u32 } else { 1 };
-        let config = config().backlog(2).handshakes(handshakes);
-        let listener = Listener::bind_with(&device, connected::address(&device), &config).await;
+        let config = config();
+        let limits = ListenerConfig::new(config.clone()).backlog(2).handshakes(handshakes);
+        let listener = Listener::bind_with(&device, connected::address(&device), limits).await;
         let listener = listener.unwrap();
         let connect = || Connection::connect_with(&device, listener.local_addr(), &config);
         let clients = try_join_all((0..ALL).map(|_| connect()));

@@ -24,8 +24,8 @@ use tokio_rdma::stream::{OwnedReadHalf, OwnedWriteHalf};
 use tokio_rdma::types::{Imm, Rkey};
 use tokio_rdma::{
     CloseReason, CompletionMode, CompletionQueue, Connection, ConnectionConfig, Device,
-    EstablishError, Listener, MessageError, Pool, QueuePair, RdmaListener, RdmaStream,
-    RemoteRegion, cm,
+    EstablishError, Listener, ListenerConfig, MessageError, Pool, QueuePair, RdmaListener,
+    RdmaStream, RemoteRegion, cm,
 };
 
 /// Connects two streams on one device.
@@ -658,8 +658,9 @@ fn other_content_is_refused_before_accept_is_called() {
     for backlog in [0, 128] {
         run("refusal", move || async move {
             let (device, _) = device(&Network::new());
-            let (at, config) = (connected::address(&device), config().backlog(backlog));
-            let listener = Listener::bind_with(&device, at, &config).await.unwrap();
+            let (at, config) = (connected::address(&device), config());
+            let limits = ListenerConfig::new(config.clone()).backlog(backlog);
+            let listener = Listener::bind_with(&device, at, &limits).await.unwrap();
             let address = listener.local_addr();
             if backlog == 0 && torture::hardware().is_some() {
                 return;
@@ -671,7 +672,7 @@ fn other_content_is_refused_before_accept_is_called() {
             let found = error.get_ref().and_then(|cause| cause.downcast_ref());
             assert_eq!(found, Some(&expected));
 
-            let listener = RdmaListener::bind_with(&device, at, &config).await.unwrap();
+            let listener = RdmaListener::bind_with(&device, at, &limits).await.unwrap();
             let address = listener.local_addr().unwrap();
             let connecting = Connection::connect_with(&device, address, &config);
             let reason = RefusalReason::OtherContent(Content::Bytes);

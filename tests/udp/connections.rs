@@ -15,8 +15,8 @@ use tokio_rdma::op::{ConnectOptions, Recv};
 use tokio_rdma::types::{AckTimeout, WcStatus};
 use tokio_rdma::{
     Access, BufMut, CloseReason, CompletionMode, CompletionQueue, Connection, ConnectionConfig,
-    Device, EstablishError, Listener, MessageError, Pool, ProtectionDomain, QueuePair,
-    RemoteRegion,
+    Device, EstablishError, Listener, ListenerConfig, MessageError, Pool, ProtectionDomain,
+    QueuePair, RemoteRegion,
 };
 
 /// Environment variable that is set in the other process.
@@ -111,10 +111,8 @@ fn the_peer() {
     Flavour::MultiThread.runtime().block_on(async {
         let device = device();
         let ip = device.default_path().unwrap().1.gid.to_ip();
-        let listener =
-            Listener::bind_with(&device, (ip, 0), &config().user_data("from the peer").backlog(0))
-                .await
-                .unwrap();
+        let config = ListenerConfig::new(config().user_data("from the peer")).backlog(0);
+        let listener = Listener::bind_with(&device, (ip, 0), config).await.unwrap();
         let plain = cm::Listener::bind(&device, "0.0.0.0:0").await.unwrap();
         let plain_address = SocketAddr::new(ip, plain.local_addr().port());
         let mut out = std::io::stdout();
