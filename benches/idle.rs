@@ -173,12 +173,13 @@ async fn connect(device: &Device, config: &ConnectionConfig, number: usize) -> R
         .max_connections(u32::MAX)
         .max_connections_per_source(u32::MAX);
     let listener = Listener::bind_with(device, "127.0.0.1:0", listening).await?;
+    let address = listener.local_addr()?;
     let mut pairs = Vec::with_capacity(number);
     while pairs.len() < number {
         let some = AT_ONCE.min(number - pairs.len());
         let made = (0..some).map(|at| {
             let config = config.clone().user_data(vec![at as u8]);
-            let (address, listener) = (listener.local_addr(), &listener);
+            let listener = &listener;
             async move {
                 let connecting = Connection::connect_with(device, address, &config);
                 tokio::try_join!(connecting, listener.accept())

@@ -132,7 +132,7 @@ fn run(options: &Options) -> Result<(), Failure> {
     let runtime = Builder::new_current_thread().enable_all().build()?;
     let listening = ListenerConfig::new(config()).backlog(0);
     let listener = runtime.block_on(Listener::bind_with(&device, address, listening))?;
-    let address = listener.local_addr();
+    let address = listener.local_addr()?;
     let shards = (0..options.cores).map(|core| start(core, &device, options));
     let shards = shards.collect::<Result<Vec<_>, _>>()?;
 

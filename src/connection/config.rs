@@ -53,7 +53,7 @@ use crate::verbs::{Device, ProtectionDomain};
 ///     .mode(CompletionMode::Hybrid)
 ///     .user_data("client 7");
 /// let listener = Listener::bind(&device, "127.0.0.1:0").await?;
-/// let connecting = Connection::connect_with(&device, listener.local_addr(), &config);
+/// let connecting = Connection::connect_with(&device, listener.local_addr()?, &config);
 /// let (theirs, _ours) = tokio::try_join!(listener.accept(), connecting)?;
 /// assert_eq!(&theirs.user_data()[..], b"client 7");
 /// # Ok(())

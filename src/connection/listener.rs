@@ -7,6 +7,7 @@ use std::cmp::Reverse;
 use std::collections::{HashMap, VecDeque};
 use std::fmt;
 use std::future::{Future, poll_fn};
+use std::io;
 use std::net::{IpAddr, SocketAddr};
 use std::pin::{Pin, pin};
 use std::sync::Arc;
@@ -50,7 +51,7 @@ use rdma_provider::cm_contract::{Admit as _, MAX_RESPONSE_DATA};
 /// # async fn main() -> Result<(), Box<dyn std::error::Error>> {
 /// # let device = Device::software()?;
 /// let listener = Listener::bind(&device, "127.0.0.1:0").await?;
-/// let address = listener.local_addr();
+/// let address = listener.local_addr()?;
 /// let server = async {
 ///     let peer = listener.accept().await?;
 ///     let region = peer.expose(vec![0; 1 << 20], Access::REMOTE_ALL)?;
@@ -228,9 +229,12 @@ impl Listener {
     }
 
     /// Returns the local address.
-    #[must_use]
-    pub fn local_addr(&self) -> SocketAddr {
-        self.acceptor.inner.local_addr()
+    ///
+    /// # Errors
+    ///
+    /// None; the type is that of Tokio's listeners.
+    pub fn local_addr(&self) -> io::Result<SocketAddr> {
+        Ok(self.acceptor.inner.local_addr())
     }
 
     /// Returns the device.
@@ -336,7 +340,7 @@ impl Listener {
     /// # async fn main() -> Result<(), Box<dyn std::error::Error>> {
     /// # let device = Device::software()?;
     /// let listener = Listener::bind(&device, "127.0.0.1:0").await?;
-    /// let connecting = Connection::connect(&device, listener.local_addr());
+    /// let connecting = Connection::connect(&device, listener.local_addr()?);
     /// let (theirs, ours) = tokio::try_join!(listener.accept(), connecting)?;
     /// ours.send("request").await?;
     /// let service = tokio::spawn(async move {
@@ -363,7 +367,7 @@ impl Listener {
     /// If the future is dropped after its first poll, only the aborts are missing.
     pub async fn shutdown(self, limit: Duration) -> ShutdownReport {
         let mut connections = self.acceptor.admission.shut_down();
-        let address = self.local_addr();
+        let address = self.acceptor.inner.local_addr();
         drop(self);
         connections.retain(|connection| !connection.is_terminated());
         let open = connections.len();
@@ -615,7 +619,7 @@ impl Drop for Driver {
 impl fmt::Debug for Listener {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Listener")
-            .field("local", &self.local_addr())
+            .field("local", &self.acceptor.inner.local_addr())
             .field("stats", &self.stats())
             .finish_non_exhaustive()
     }

@@ -114,7 +114,7 @@ impl RdmaListener {
     ///
     /// None.
     pub fn local_addr(&self) -> io::Result<SocketAddr> {
-        Ok(self.inner.local_addr())
+        self.inner.local_addr()
     }
 
     /// Returns the counters of this listener.
@@ -150,7 +150,7 @@ impl Stream for RdmaListener {
 impl fmt::Debug for RdmaListener {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("RdmaListener")
-            .field("local", &self.inner.local_addr())
+            .field("inner", &self.inner)
             .field("stats", &self.stats())
             .finish_non_exhaustive()
     }

@@ -441,7 +441,7 @@ impl RdmaStream {
     ///
     /// None.
     pub fn local_addr(&self) -> io::Result<SocketAddr> {
-        addresses(self.handle()).map(|(local, _)| local)
+        self.handle().addresses().map(|(local, _)| local)
     }
 
     /// Returns the peer's address.
@@ -450,7 +450,7 @@ impl RdmaStream {
     ///
     /// None.
     pub fn peer_addr(&self) -> io::Result<SocketAddr> {
-        addresses(self.handle()).map(|(_, peer)| peer)
+        self.handle().addresses().map(|(_, peer)| peer)
     }
 
     /// Returns the data that the peer's service has set with
@@ -532,7 +532,7 @@ impl fmt::Debug for RdmaStream {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("RdmaStream")
             .field("local", &self.handle().addresses.map(|(local, _)| local))
-            .field("peer", &self.handle().peer_addr())
+            .field("peer", &self.handle().addresses().ok().map(|(_, peer)| peer))
             .field("close_reason", &self.close_reason())
             .finish_non_exhaustive()
     }
@@ -549,10 +549,6 @@ impl fmt::Display for ReuniteError {
 }
 
 impl std::error::Error for ReuniteError {}
-
-fn addresses(handle: &Handle) -> io::Result<(SocketAddr, SocketAddr)> {
-    handle.addresses.ok_or_else(|| io::ErrorKind::NotConnected.into())
-}
 
 fn io_error(error: MessageError) -> io::Error {
     let kind = match &error {

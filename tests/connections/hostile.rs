@@ -504,7 +504,7 @@ fn invalid_handshakes_are_refused_at_both_ends() {
         }
 
         let listener = Listener::bind_with(&device, "127.0.0.1:0", &config()).await.unwrap();
-        let address = listener.local_addr();
+        let address = listener.local_addr().unwrap();
         let accepting = tokio::spawn(async move { (listener.accept().await.unwrap(), listener) });
         let queue = CompletionQueue::new(&client, CompletionMode::Event).unwrap();
         for (bytes, what) in bad {
@@ -590,7 +590,7 @@ fn peers_beyond_the_limits_get_the_reason_and_are_counted() {
         let limits = ListenerConfig::new(config()).max_connections(3).max_connections_per_source(2);
         let bound = Listener::bind_with(&server, (at, 0), &limits);
         let listener = drive(&network, bound).await.unwrap();
-        let address = listener.local_addr();
+        let address = listener.local_addr().unwrap();
         let clients = ["one", "two", "three"].map(|name| device(&network, name).0);
         let accepted = std::sync::Mutex::new(Vec::new());
         let serve = async {
@@ -661,7 +661,7 @@ fn limits_apply_to_requests_accepted_by_the_program() {
             Listener::bind_with(&server, (at, 0), ListenerConfig::new(config()).max_connections(1))
                 .await
                 .unwrap();
-        let (address, (client, _)) = (listener.local_addr(), device(&network, "client"));
+        let (address, (client, _)) = (listener.local_addr().unwrap(), device(&network, "client"));
         let serve = async {
             let first = listener.request().await.unwrap().accept().await.unwrap();
             let second = listener.request().await.unwrap().accept().await.unwrap_err();
@@ -690,7 +690,7 @@ fn first_message_timeout_closes_only_silent_peers() {
         let limit = Duration::from_secs(3);
         let patient = ListenerConfig::new(config()).first_message_timeout(Some(limit));
         let listener = Listener::bind_with(&server, (at, 0), &patient).await.unwrap();
-        let (address, (client, _)) = (listener.local_addr(), device(&network, "client"));
+        let (address, (client, _)) = (listener.local_addr().unwrap(), device(&network, "client"));
         let connect = async || {
             let theirs = config();
             let (theirs, ours) = tokio::join!(

@@ -1081,7 +1081,7 @@ fn oversized_user_data_and_invalid_settings_are_refused_before_connecting() {
         }
         let listener = bind(172).await.unwrap();
         let connect = async |bytes| {
-            Connection::connect_with(&device, listener.local_addr(), &with(bytes)).await
+            Connection::connect_with(&device, listener.local_addr().unwrap(), &with(bytes)).await
         };
         assert_eq!(allowed(connect(33).await.map(drop)), 32);
         let (a, b) = soon("connect", async { tokio::try_join!(connect(32), listener.accept()) })
@@ -1135,7 +1135,7 @@ fn gid_follows_the_peer_or_source_setting_and_must_match_the_route() {
 
         let listener =
             Listener::bind_with(&device, connected::address(&device), &config()).await.unwrap();
-        let address = listener.local_addr();
+        let address = listener.local_addr().unwrap();
         let route = cm::resolve(&device, address).await.unwrap();
         let (peer, number, index) = (route.destination(), route.port(), route.gid_index());
         drop(route);
@@ -1169,7 +1169,7 @@ fn gid_follows_the_peer_or_source_setting_and_must_match_the_route() {
             Listener::bind_with(&device, connected::address(&device), &config().peer(stranger))
                 .await
                 .unwrap();
-        let address = picky.local_addr();
+        let address = picky.local_addr().unwrap();
         let asking = async {
             for _ in 0..2 {
                 match soon("reject", Connection::connect_with(&device, address, &config())).await {
@@ -1437,7 +1437,7 @@ fn silent_peer_delays_no_other_handshake() {
             config().connect_timeout(HANG).receive_buffers(4).send_buffers(4).spare_buffers(0);
         let listener =
             Listener::bind_with(&device, connected::address(&device), &config).await.unwrap();
-        let address = listener.local_addr();
+        let address = listener.local_addr().unwrap();
         let silent = silent(&device, address).await;
         let count = scaled(100);
         let connecting = async {
@@ -1480,7 +1480,7 @@ fn silent_peers_at_the_handshake_limit_delay_others_until_their_deadline() {
         let one = ListenerConfig::new(config.clone()).handshakes(1);
         let listener =
             Listener::bind_with(&device, connected::address(&device), one).await.unwrap();
-        let address = listener.local_addr();
+        let address = listener.local_addr().unwrap();
         let _silent = silent(&device, address).await;
         // This request is handled after the silent peer has timed out.
         let patient = config.clone().connect_timeout(HANG);
@@ -1499,7 +1499,7 @@ fn dropped_accept_loses_no_connection() {
         let config = config().receive_buffers(4).send_buffers(4).spare_buffers(0);
         let listener =
             Listener::bind_with(&device, connected::address(&device), &config).await.unwrap();
-        let (address, count) = (listener.local_addr(), scaled(40));
+        let (address, count) = (listener.local_addr().unwrap(), scaled(40));
         let peers: Vec<_> = (0..count)
             .map(|number| {
                 let (device, config) =

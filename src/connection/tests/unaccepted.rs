@@ -40,7 +40,7 @@ impl Sides {
         let address = server.default_path().unwrap().1.gid.to_ip();
         let listener = Listener::bind_with(&server, (address, 0), config).await.unwrap();
         assert!(poll_immediate(Box::pin(listener.accept())).await.is_none());
-        let address = listener.local_addr();
+        let address = listener.local_addr().unwrap();
         Self { network, client, listener, address }
     }
 

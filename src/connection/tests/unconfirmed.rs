@@ -32,13 +32,13 @@ impl FloodedListener {
             .map(|number| SilentPeer::new(&network, &format!("stranger{number}")))
             .collect();
         for number in 0..requests {
-            silent_peers[number % sources].request(listener.local_addr());
+            silent_peers[number % sources].request(listener.local_addr().unwrap());
         }
         Self { client, listener, _silent_peers: silent_peers }
     }
 
     async fn connect(&self) -> (Connection, Connection) {
-        let connecting = Connection::connect(&self.client, self.listener.local_addr());
+        let connecting = Connection::connect(&self.client, self.listener.local_addr().unwrap());
         let (theirs, ours) = tokio::join!(connecting, self.listener.accept());
         (theirs.expect("a working client connects"), ours.unwrap())
     }
