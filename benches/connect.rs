@@ -96,7 +96,7 @@ async fn connections(
     address: SocketAddr,
 ) -> Result<String> {
     let listener = Listener::bind(device, address).await?;
-    let address = listener.local_addr();
+    let address = listener.local_addr().unwrap();
     let server = tokio::spawn(async move {
         loop {
             listener.accept().await?.close().await?;

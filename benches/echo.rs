@@ -109,7 +109,7 @@ async fn connect(arguments: &Arguments, size: usize) -> Result<[End; 2]> {
         "messages" | "buffers" => {
             let config = ConnectionConfig::default().mode(mode);
             let listener = Listener::bind_with(&device, address, &config).await?;
-            let connecting = Connection::connect_with(&device, listener.local_addr(), &config);
+            let connecting = Connection::connect_with(&device, listener.local_addr()?, &config);
             let (ours, theirs) = tokio::try_join!(connecting, listener.accept())?;
             let end = |connection: Connection| {
                 Ok(match &*over {

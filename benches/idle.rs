@@ -25,7 +25,7 @@ use bytes::Bytes;
 use common::{Arguments, Result};
 use tokio::runtime::Runtime;
 use tokio_rdma::connection::BufferBudget;
-use tokio_rdma::{Connection, ConnectionConfig, Device, Listener};
+use tokio_rdma::{Connection, ConnectionConfig, Device, Listener, ListenerConfig};
 
 /// The number of connections of the comparison.
 const FEW: usize = 10;
@@ -100,9 +100,7 @@ fn run() -> Result<()> {
     let device = Device::software()?;
     let config = ConnectionConfig::default()
         .budget(&BufferBudget::new((arguments.number("budget")? as u64) << 20))
-        .shrink_after(shrink_after)
-        .max_connections(u32::MAX)
-        .max_connections_per_source(u32::MAX);
+        .shrink_after(shrink_after);
     // What the first connections of a device need only once.
     drop(runtime.block_on(connect(&device, &config, FEW))?);
     let before = Held::now()?;
@@ -171,13 +169,17 @@ fn among_all(
 
 /// Makes connections of a listener.
 async fn connect(device: &Device, config: &ConnectionConfig, number: usize) -> Result<Vec<Pair>> {
-    let listener = Listener::bind_with(device, "127.0.0.1:0", config).await?;
+    let listening = ListenerConfig::new(config.clone())
+        .max_connections(u32::MAX)
+        .max_connections_per_source(u32::MAX);
+    let listener = Listener::bind_with(device, "127.0.0.1:0", listening).await?;
+    let address = listener.local_addr()?;
     let mut pairs = Vec::with_capacity(number);
     while pairs.len() < number {
         let some = AT_ONCE.min(number - pairs.len());
         let made = (0..some).map(|at| {
             let config = config.clone().user_data(vec![at as u8]);
-            let (address, listener) = (listener.local_addr(), &listener);
+            let listener = &listener;
             async move {
                 let connecting = Connection::connect_with(device, address, &config);
                 tokio::try_join!(connecting, listener.accept())

@@ -71,7 +71,7 @@ impl End for Tcp {
 async fn rdma(device: &Device, mode: &CompletionMode) -> (Rdma, Rdma) {
     let config = ConnectionConfig::default().mode(mode.clone());
     let listener = Listener::bind_with(device, address(device), &config).await.expect("listens");
-    let connecting = Connection::connect_with(device, listener.local_addr(), &config);
+    let connecting = Connection::connect_with(device, listener.local_addr().unwrap(), &config);
     let (a, b) = tokio::try_join!(connecting, listener.accept()).expect("connects");
     (Rdma(a), Rdma(b))
 }

@@ -222,7 +222,7 @@ async fn write_and_read(peer: &Peer, qp: &QueuePair, remote: RemoteRegion) -> Re
     check("data read", &buffer[..], b"hello, remote")?;
     peer.did("read them back");
 
-    qp.write_with_imm(buffer, text, Imm(7)).await?;
+    qp.with_imm(Imm(7)).write(buffer, text).await?;
     Ok(())
 }
 
@@ -314,7 +314,7 @@ async fn write_and_wait(
     word: RemoteRegion,
 ) -> Result<()> {
     let answer = qp.recv(peer.pool.try_alloc(64)?);
-    qp.write_with_imm(payload.clone(), word, Imm(1)).await?;
+    qp.with_imm(Imm(1)).write(payload.clone(), word).await?;
     done(answer.await)
 }
 

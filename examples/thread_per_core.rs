@@ -44,7 +44,8 @@ use tokio::task::{JoinSet, LocalSet};
 use tokio::time::timeout;
 use tokio_rdma::connection::ConnectionRequest;
 use tokio_rdma::{
-    CompletionMode, CompletionQueue, Connection, ConnectionConfig, Device, Listener, MessageError,
+    CompletionMode, CompletionQueue, Connection, ConnectionConfig, Device, Listener,
+    ListenerConfig, MessageError,
 };
 
 type Failure = Box<dyn std::error::Error + Send + Sync>;
@@ -129,8 +130,9 @@ fn run(options: &Options) -> Result<(), Failure> {
     let device = Device::open_default_or_software()?;
     let address = (device.default_path()?.1.gid.to_ip(), 0);
     let runtime = Builder::new_current_thread().enable_all().build()?;
-    let listener = runtime.block_on(Listener::bind_with(&device, address, &config().backlog(0)))?;
-    let address = listener.local_addr();
+    let listening = ListenerConfig::new(config()).backlog(0);
+    let listener = runtime.block_on(Listener::bind_with(&device, address, listening))?;
+    let address = listener.local_addr()?;
     let shards = (0..options.cores).map(|core| start(core, &device, options));
     let shards = shards.collect::<Result<Vec<_>, _>>()?;
 

@@ -156,7 +156,7 @@ pub mod completion {
 #[cfg(not(loom))]
 pub use connection::{
     CloseReason, Connection, ConnectionConfig, ConnectionRequest, EstablishError, Listener,
-    MessageError,
+    ListenerConfig, MessageError,
 };
 pub use engine::{CompletionMode, CompletionQueue};
 pub use error::{OpError, OpErrorKind, SetupError, VerbError};

@@ -5,21 +5,23 @@
 //! use tokio_rdma::raw::rdma_sys;
 //!
 //! let device = Device::open("mlx5_0")?;
-//! // SAFETY: the query changes nothing, and `device` outlives it.
-//! unsafe {
-//!     if let Some(context) = device.as_raw() {
+//! if let Some(context) = device.as_raw() {
+//!     // SAFETY: the query changes nothing, and `device` outlives it.
+//!     let attr = unsafe {
 //!         let mut attr: rdma_sys::ibv_device_attr = std::mem::zeroed();
 //!         assert_eq!(rdma_sys::ibv_query_device(context.as_ptr(), &mut attr), 0);
-//!         println!("{} GID entries", attr.phys_port_cnt);
-//!     }
+//!         attr
+//!     };
+//!     println!("{} ports", attr.phys_port_cnt);
 //! }
 //! # Ok::<(), tokio_rdma::error::OpenError>(())
 //! ```
 //!
 //! # Safety
 //!
-//! A handle is valid while its object lives; a queue pair's, until the queue pair is closed. Keep a
-//! clone of the object. The caller must not:
+//! To obtain a handle is safe, and each call with it is unsafe. A handle is valid while its object
+//! lives; a queue pair's, until the queue pair is closed. Keep a clone of the object. A call must
+//! not:
 //!
 //! - destroy the handle, or any other object that the crate made from it;
 //! - consume what the crate waits for: completions, asynchronous events, events of the connection
@@ -32,7 +34,7 @@
 //!   ([`DataPath::Direct`](crate::types::DataPath::Direct)): libmlx5 does not know what is in them.
 //!   Queries work, and so do queues that the caller creates.
 
-#![allow(unsafe_code)]
+#![forbid(unsafe_code)]
 
 use std::ptr::NonNull;
 
@@ -52,16 +54,12 @@ macro_rules! handles {
             impl $object {
                 #[doc = concat!("Returns the `", stringify!($handle), "` made by ", $verb, ".")]
                 ///
-                /// Returns `None` for an object of the software device, and for a closed one.
-                ///
-                /// # Safety
-                ///
-                /// See [`raw`](crate::raw#safety).
+                /// Returns `None` for an object of the software device, and for a closed one. See
+                /// [`raw`](crate::raw#safety) for what calls must not do with it.
                 #[must_use]
-                pub unsafe fn as_raw(&self) -> Option<NonNull<$handle>> {
+                pub fn as_raw(&self) -> Option<NonNull<$handle>> {
                     let $this = self;
-                    // SAFETY: S3: promised by the caller.
-                    Some(unsafe { $raw?.as_raw() })
+                    Some($raw?.as_raw())
                 }
             }
         )*

@@ -23,7 +23,7 @@
 //!     let address = (server.default_path()?.1.gid.to_ip(), 0);
 //!     let test = async {
 //!         let listener = Listener::bind(&server, address).await?;
-//!         let connecting = Connection::connect(&client, listener.local_addr());
+//!         let connecting = Connection::connect(&client, listener.local_addr()?);
 //!         let (theirs, ours) = tokio::try_join!(listener.accept(), connecting)?;
 //!         ours.send("hello").await?;
 //!         assert_eq!(theirs.recv().await?.as_deref(), Some(&b"hello"[..]));

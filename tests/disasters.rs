@@ -406,7 +406,8 @@ fn reconnect_process() {
         let listener = Listener::bind(&device, (ip, 0)).await.unwrap();
         let policy = ReconnectPolicy::default().first_delay(HANG / 6).greatest_delay(10 * HANG);
         let config = ConnectionConfig::default();
-        let client = Reconnect::new(&device, listener.local_addr(), &config, policy).unwrap();
+        let client =
+            Reconnect::new(&device, listener.local_addr().unwrap(), &config, policy).unwrap();
         let (generation, ours, theirs) = reconnected(&client, &listener).await;
         assert_eq!(generation, 1);
         ours.abort();

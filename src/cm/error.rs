@@ -110,14 +110,15 @@ pub enum ConnectError {
     NoRuntime(NoRuntime),
     /// A setting exceeds its limit, for example the length of the private data.
     Limit(LimitError),
-    /// The queue pair does not fit the connection, or cannot be brought to RTS.
+    /// The queue pair does not fit the connection. Never holds [`SetupError::Verb`], which is
+    /// [`Verb`](Self::Verb).
     Setup {
         /// Step and peer.
         attempt: Option<ConnectAttempt>,
         /// Reason; boxed to keep this type small.
         error: Box<SetupError>,
     },
-    /// A verb failed.
+    /// A verb failed, for example to bring the queue pair to RTS.
     Verb {
         /// Step, and listener or peer.
         attempt: Option<ConnectAttempt>,
@@ -443,7 +444,10 @@ impl From<LimitError> for ConnectError {
 
 impl From<SetupError> for ConnectError {
     fn from(error: SetupError) -> Self {
-        Self::Setup { attempt: None, error: Box::new(error) }
+        match error {
+            SetupError::Verb(error) => error.into(),
+            error => Self::Setup { attempt: None, error: Box::new(error) },
+        }
     }
 }
 

@@ -620,7 +620,7 @@ impl ConnectionRequest {
         }
         let failed = Err::<(), _>(ConnectError::from(error.clone()));
         match self.endpoint.explain(failed, ConnectStep::Prepare, self.address).await {
-            Err(ConnectError::Setup { .. }) | Ok(()) => Ok(error),
+            Err(ConnectError::Setup { .. } | ConnectError::Verb { .. }) | Ok(()) => Ok(error),
             Err(gone) => Err(gone),
         }
     }

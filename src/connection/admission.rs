@@ -11,8 +11,8 @@ use rdma_provider::cm_contract::{Admit, CmAnswer, Verdict};
 use rdma_provider::locks::Mutex;
 
 use super::budget::BufferBudget;
-use super::config::ConnectionConfig;
 use super::error::CloseReason;
+use super::listener_config::ListenerConfig;
 use crate::cm;
 
 /// Counters of a [`Listener`](super::Listener). A peer that repeats a refused request counts again.
@@ -33,7 +33,7 @@ pub struct ListenerStats {
     /// Peers rejected because their request had no valid [`Handshake`].
     pub refused_protocol: u64,
     /// Handshakes evicted before their peer confirmed; see
-    /// [`handshakes`](super::ConnectionConfig::handshakes).
+    /// [`handshakes`](super::ListenerConfig::handshakes).
     pub evicted: u64,
     /// Peers that disconnected or did not confirm before they were established.
     pub failed: u64,
@@ -80,13 +80,14 @@ pub(super) struct Admitted {
 }
 
 impl Admission {
-    pub(super) fn new(config: &ConnectionConfig, answer: CmAnswer) -> Arc<Self> {
+    pub(super) fn new(config: &ListenerConfig, answer: CmAnswer) -> Arc<Self> {
+        let connection = &config.connection;
         Arc::new(Self {
             max_connections: config.max_connections,
             max_per_source: config.max_connections_per_source,
-            content: config.content,
-            budget: config.budget.clone(),
-            first_buffers: config.first_bytes(),
+            content: connection.content,
+            budget: connection.budget.clone(),
+            first_buffers: connection.first_bytes(),
             answer,
             answering: AtomicBool::new(false),
             #[cfg(test)]
@@ -289,7 +290,7 @@ mod tests {
 
     #[test]
     fn connection_limits_apply_in_total_and_per_source_until_release() {
-        let config = ConnectionConfig::default().max_connections(3).max_connections_per_source(2);
+        let config = ListenerConfig::default().max_connections(3).max_connections_per_source(2);
         let admission = Admission::new(&config, CmAnswer::default());
         let mut ours: Vec<_> = (0..2)
             .map(|_| admission.reserve(ip(1)).unwrap().accepted(Weak::<ConnectionInner>::new()))

@@ -22,10 +22,11 @@ use crate::verbs::{Device, ProtectionDomain};
 /// Settings of a [`Connection`](super::Connection). The two peers may use different ones: each
 /// announces what it can receive.
 ///
-/// Sizes are in bytes. [`keepalive`](Self::keepalive), [`stall_timeout`](Self::stall_timeout),
-/// [`first_message_timeout`](Self::first_message_timeout) and [`shrink_after`](Self::shrink_after)
-/// are at least 1 ms. Unsupported values fail with [`SetupError`] when a connection or listener is
-/// created.
+/// A [`ListenerConfig`](super::ListenerConfig) adds the limits of a listener.
+///
+/// Sizes are in bytes. [`keepalive`](Self::keepalive), [`stall_timeout`](Self::stall_timeout) and
+/// [`shrink_after`](Self::shrink_after) are at least 1 ms. Unsupported values fail with
+/// [`SetupError`] when a connection or listener is created.
 ///
 /// Unless [`preallocate`](Self::preallocate) is set, a connection registers buffers when it needs
 /// them and deregisters them when it is idle. Whatever the peer sends, it uses at most the
@@ -52,7 +53,7 @@ use crate::verbs::{Device, ProtectionDomain};
 ///     .mode(CompletionMode::Hybrid)
 ///     .user_data("client 7");
 /// let listener = Listener::bind(&device, "127.0.0.1:0").await?;
-/// let connecting = Connection::connect_with(&device, listener.local_addr(), &config);
+/// let connecting = Connection::connect_with(&device, listener.local_addr()?, &config);
 /// let (theirs, _ours) = tokio::try_join!(listener.accept(), connecting)?;
 /// assert_eq!(&theirs.user_data()[..], b"client 7");
 /// # Ok(())
@@ -80,10 +81,7 @@ pub struct ConnectionConfig {
     pub(super) options: ConnectOptions,
     pub(super) completions: Completions,
     pub(super) connect_timeout: Duration,
-    pub(super) handshakes: u32,
-    pub(super) backlog: u32,
-    pub(super) max_connections: u32,
-    pub(super) max_connections_per_source: u32,
+    /// Set by a [`ListenerConfig`](super::ListenerConfig).
     pub(super) first_message_timeout: Option<Duration>,
     pub(super) user_data: Bytes,
     pub(super) protection_domain: Option<ProtectionDomain>,
@@ -121,10 +119,6 @@ impl Default for ConnectionConfig {
             options: ConnectOptions::default(),
             completions: Completions::Mode(CompletionMode::default()),
             connect_timeout: Duration::from_secs(15),
-            handshakes: 32,
-            backlog: 128,
-            max_connections: 4096,
-            max_connections_per_source: 1024,
             first_message_timeout: None,
             user_data: Bytes::new(),
             protection_domain: None,
@@ -304,60 +298,6 @@ impl ConnectionConfig {
         self
     }
 
-    /// Sets how many handshakes, at least one, a [`Listener`](super::Listener) runs at once;
-    /// default 32. A further request evicts the oldest handshake of the source address with the
-    /// most handshakes, whose peer is rejected.
-    ///
-    /// On the software device, a handshake holds no buffers before the peer's confirmation. On
-    /// other devices it holds them until confirmation, eviction or
-    /// [`connect_timeout`](Self::connect_timeout).
-    pub fn handshakes(mut self, handshakes: u32) -> Self {
-        self.handshakes = handshakes;
-        self
-    }
-
-    /// Sets how many connections a [`Listener`](super::Listener) establishes before the application
-    /// accepts them; default 128, 512 KiB of buffers. When the backlog is full, running handshakes
-    /// are completed and later requests wait. The peer may already send, up to its credits.
-    ///
-    /// Set 0 to establish nothing before [`accept`](super::Listener::accept) is called, for an
-    /// application that decides about each [request](super::Listener::request).
-    pub fn backlog(mut self, connections: u32) -> Self {
-        self.backlog = connections;
-        self
-    }
-
-    /// Sets how many connections a [`Listener`](super::Listener) may have open; default 4,096: 16
-    /// MiB of buffers while they are idle, and at most the [`budget`](Self::budget) otherwise. A
-    /// connection counts until both peers have closed it and its handles are dropped. Further peers
-    /// are rejected with [`RefusalReason::ListenerFull`](super::RefusalReason::ListenerFull).
-    ///
-    /// The device may answer simultaneous requests before the limit is checked. Those beyond it
-    /// close with [`CloseReason::Refused`](super::CloseReason::Refused), and the application does
-    /// not see them.
-    pub fn max_connections(mut self, connections: u32) -> Self {
-        self.max_connections = connections;
-        self
-    }
-
-    /// Sets how many connections a [`Listener`](super::Listener) may have open per source address;
-    /// default 1,024. Further peers get
-    /// [`RefusalReason::SourceFull`](super::RefusalReason::SourceFull) as for
-    /// [`max_connections`](Self::max_connections).
-    pub fn max_connections_per_source(mut self, connections: u32) -> Self {
-        self.max_connections_per_source = connections;
-        self
-    }
-
-    /// Closes the connection with
-    /// [`CloseReason::NoFirstMessage`](super::CloseReason::NoFirstMessage) if the peer sends no
-    /// message, or offer of a long one, within this time; disabled by default. It limits how long a
-    /// silent peer holds buffers.
-    pub fn first_message_timeout(mut self, timeout: Option<Duration>) -> Self {
-        self.first_message_timeout = timeout;
-        self
-    }
-
     /// Sets bytes for the peer's [`Connection::user_data`](super::Connection::user_data); default
     /// empty. At most 32 bytes when connecting, 172 when accepting.
     pub fn user_data(mut self, data: impl Into<Bytes>) -> Self {
@@ -496,7 +436,6 @@ impl ConnectionConfig {
         at_least("receive_buffer_size", self.receive_buffer_size.into(), OFFER_LEN as u64)?;
         at_least("receive_buffers", self.receive_buffers.into(), 1)?;
         at_least("send_buffers", self.send_buffers.into(), 1)?;
-        at_least("handshakes", self.handshakes.into(), 1)?;
         at_least("max_send_wr", self.max_send_wr.into(), 2)?;
         at_least("max_inline", self.max_inline.into(), OFFER_LEN as u64)?;
         // A timer below the timers' resolution would always be due and occupy the processor.

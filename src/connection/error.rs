@@ -71,7 +71,7 @@ pub enum CloseReason {
     Violation(Violation),
     /// The peer did not answer the [`keepalive`](super::ConnectionConfig::keepalive).
     Silent,
-    /// [`first_message_timeout`](super::ConnectionConfig::first_message_timeout) expired.
+    /// [`first_message_timeout`](super::ListenerConfig::first_message_timeout) expired.
     NoFirstMessage,
     /// [`stall_timeout`](super::ConnectionConfig::stall_timeout) expired.
     Stalled,

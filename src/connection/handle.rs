@@ -3,6 +3,7 @@ mod prepared;
 
 use std::fmt;
 use std::future::poll_fn;
+use std::io;
 use std::net::SocketAddr;
 use std::sync::{Arc, OnceLock};
 use std::task::{Context, Poll, ready};
@@ -48,7 +49,7 @@ use rdma_provider::cm_contract::MAX_REQUEST_DATA;
 /// # async fn main() -> Result<(), Box<dyn std::error::Error>> {
 /// # let device = Device::software()?;
 /// let listener = Listener::bind(&device, "127.0.0.1:0").await?;
-/// let connecting = Connection::connect(&device, listener.local_addr());
+/// let connecting = Connection::connect(&device, listener.local_addr()?);
 /// let (theirs, ours) = tokio::try_join!(listener.accept(), connecting)?;
 ///
 /// ours.send("hello").await?;
@@ -135,8 +136,9 @@ impl Handle {
         Buf::of_bytes(bytes, self.shared.qp.protection_domain())
     }
 
-    pub(crate) fn peer_addr(&self) -> Option<SocketAddr> {
-        self.addresses.map(|(_, peer)| peer)
+    /// Returns the local address and the peer's.
+    pub(crate) fn addresses(&self) -> io::Result<(SocketAddr, SocketAddr)> {
+        self.addresses.ok_or_else(|| io::ErrorKind::NotConnected.into())
     }
 
     pub(crate) fn counters(&self) -> ConnectionCounters {
@@ -404,7 +406,7 @@ impl Connection {
     /// # async fn main() -> Result<(), Box<dyn std::error::Error>> {
     /// # let device = Device::software()?;
     /// # let listener = Listener::bind(&device, "127.0.0.1:0").await?;
-    /// # let connecting = Connection::connect(&device, listener.local_addr());
+    /// # let connecting = Connection::connect(&device, listener.local_addr()?);
     /// # let (theirs, ours) = tokio::try_join!(listener.accept(), connecting)?;
     /// let region = theirs.expose(vec![0; 4096], Access::REMOTE_WRITE)?;
     /// theirs.send(region.grant()).await?;
@@ -522,7 +524,7 @@ impl Connection {
     /// # async fn main() -> Result<(), Box<dyn std::error::Error>> {
     /// # let device = Device::software()?;
     /// # let listener = Listener::bind(&device, "127.0.0.1:0").await?;
-    /// # let connecting = Connection::connect(&device, listener.local_addr());
+    /// # let connecting = Connection::connect(&device, listener.local_addr()?);
     /// # let (theirs, ours) = tokio::try_join!(listener.accept(), connecting)?;
     /// # let work = std::future::pending::<()>();
     /// drop(ours);
@@ -555,16 +557,23 @@ impl Connection {
         self.handle().peer
     }
 
-    /// Returns the local address if connected by address.
-    #[must_use]
-    pub fn local_addr(&self) -> Option<SocketAddr> {
-        self.handle().addresses.map(|(local, _)| local)
+    /// Returns the local address.
+    ///
+    /// # Errors
+    ///
+    /// [`NotConnected`](io::ErrorKind::NotConnected) if the connection was not made by address, but
+    /// [prepared](Self::prepare).
+    pub fn local_addr(&self) -> io::Result<SocketAddr> {
+        self.handle().addresses().map(|(local, _)| local)
     }
 
-    /// Returns the peer's address if connected by address.
-    #[must_use]
-    pub fn peer_addr(&self) -> Option<SocketAddr> {
-        self.handle().peer_addr()
+    /// Returns the peer's address.
+    ///
+    /// # Errors
+    ///
+    /// See [`local_addr`](Self::local_addr).
+    pub fn peer_addr(&self) -> io::Result<SocketAddr> {
+        self.handle().addresses().map(|(_, peer)| peer)
     }
 
     /// Returns the user data of the peer's application.

@@ -5,6 +5,7 @@ use std::cmp::Reverse;
 use std::collections::{HashMap, VecDeque};
 use std::fmt;
 use std::future::{Future, poll_fn};
+use std::io;
 use std::net::{IpAddr, SocketAddr};
 use std::pin::{Pin, pin};
 use std::sync::Arc;
@@ -24,9 +25,11 @@ use self::backlog::{Backlog, Established, Unaccepted};
 use self::request::Requested;
 
 use super::admission::{Admission, ListenerStats, rejection};
+#[cfg(doc)]
 use super::config::ConnectionConfig;
 use super::error::{CloseReason, EstablishError};
 use super::handle::Connection;
+use super::listener_config::ListenerConfig;
 use super::resources::ResourceCache;
 use crate::clock::{self, Sleep, timeout};
 use crate::cm;
@@ -46,7 +49,7 @@ use rdma_provider::cm_contract::{Admit as _, MAX_RESPONSE_DATA};
 /// # async fn main() -> Result<(), Box<dyn std::error::Error>> {
 /// # let device = Device::software()?;
 /// let listener = Listener::bind(&device, "127.0.0.1:0").await?;
-/// let address = listener.local_addr();
+/// let address = listener.local_addr()?;
 /// let server = async {
 ///     let peer = listener.accept().await?;
 ///     let region = peer.expose(vec![0; 1 << 20], Access::REMOTE_ALL)?;
@@ -81,7 +84,7 @@ pub struct Listener {
 
 struct Acceptor {
     inner: cm::Listener,
-    config: ConnectionConfig,
+    config: ListenerConfig,
     admission: Arc<Admission>,
     cache: Arc<ResourceCache>,
     backlog: Backlog,
@@ -155,10 +158,11 @@ impl Listener {
         device: &Device,
         address: impl ToSocketAddrs + fmt::Debug,
     ) -> Result<Self, EstablishError> {
-        Self::bind_with(device, address, &ConnectionConfig::default()).await
+        Self::listen(device, address, Box::default()).await
     }
 
-    /// Listens at the first usable address. Port 0 selects a free port.
+    /// Listens at the first usable address. Port 0 selects a free port. `config` is a
+    /// [`ListenerConfig`], or only the [`ConnectionConfig`] of the connections.
     ///
     /// # Errors
     ///
@@ -173,19 +177,29 @@ impl Listener {
     pub async fn bind_with(
         device: &Device,
         address: impl ToSocketAddrs + fmt::Debug,
-        config: &ConnectionConfig,
+        config: impl Into<ListenerConfig>,
+    ) -> Result<Self, EstablishError> {
+        Self::listen(device, address, Box::new(config.into())).await
+    }
+
+    /// `config` is boxed, because a future would store it twice.
+    pub(crate) async fn listen(
+        device: &Device,
+        address: impl ToSocketAddrs + fmt::Debug,
+        config: Box<ListenerConfig>,
     ) -> Result<Self, EstablishError> {
         config.check(device)?;
         // Invalid settings must fail here: later they would reject every peer without a reason.
-        let answer = cm::Listener::answer_with(device, &config.cm_options(MAX_RESPONSE_DATA)?)?;
-        let admission = Admission::new(config, answer);
+        let answer =
+            cm::Listener::answer_with(device, &config.connection.cm_options(MAX_RESPONSE_DATA)?)?;
+        let admission = Admission::new(&config, answer);
         let inner = Box::pin(cm::Listener::bind(device, address)).await?;
         let answered = inner.answer(admission.clone())?;
         rdma_provider::debug!(address = %inner.local_addr(), answered, "listening for connections");
-        let (cache, config) = (ResourceCache::of(device), config.clone());
+        let cache = ResourceCache::of(device);
         let backlog = Backlog::new(config.backlog);
         let listener = Self {
-            acceptor: Arc::new(Acceptor { inner, config, admission, cache, backlog }),
+            acceptor: Arc::new(Acceptor { inner, config: *config, admission, cache, backlog }),
             ended: false,
         };
         if listener.acceptor.config.backlog > 0 {
@@ -213,9 +227,12 @@ impl Listener {
     }
 
     /// Returns the local address.
-    #[must_use]
-    pub fn local_addr(&self) -> SocketAddr {
-        self.acceptor.inner.local_addr()
+    ///
+    /// # Errors
+    ///
+    /// None; the type is that of Tokio's listeners.
+    pub fn local_addr(&self) -> io::Result<SocketAddr> {
+        Ok(self.acceptor.inner.local_addr())
     }
 
     /// Returns the device.
@@ -224,15 +241,16 @@ impl Listener {
         self.acceptor.cache.device()
     }
 
-    /// Returns the next established connection. Rejects peers with another protocol or beyond a
-    /// [limit](ConnectionConfig::max_connections), and skips peers that do not confirm;
-    /// [`stats`](Self::stats) counts both. To decide about each peer, use
-    /// [`request`](Self::request).
+    /// Returns the next established connection. Rejects peers with another protocol or beyond
+    /// [`max_connections`](ListenerConfig::max_connections) or
+    /// [`max_connections_per_source`](ListenerConfig::max_connections_per_source), and skips
+    /// peers that do not confirm; [`stats`](Self::stats) counts both. To decide about each peer,
+    /// use [`request`](Self::request).
     ///
     /// Tasks in the runtime of [`bind`](Self::bind), which must run meanwhile, establish
     /// connections even before `accept` is called: up to
-    /// [`handshakes`](ConnectionConfig::handshakes) at once, until
-    /// [`backlog`](ConnectionConfig::backlog) connections wait. If that runtime has shut down, the
+    /// [`handshakes`](ListenerConfig::handshakes) at once, until
+    /// [`backlog`](ListenerConfig::backlog) connections wait. If that runtime has shut down, the
     /// next call starts them in its own. Slow peers delay no other.
     ///
     /// The software device answers requests itself, as a kernel does for TCP. An unconfirmed peer
@@ -272,7 +290,7 @@ impl Listener {
     ///
     /// From the first call until the next [`accept`](Self::accept), the listener establishes no
     /// connection itself. Connections that it established before come first, as requests that keep
-    /// the listener's settings. With a [`backlog`](ConnectionConfig::backlog) of 0 there are none
+    /// the listener's settings. With a [`backlog`](ListenerConfig::backlog) of 0 there are none
     /// unless `accept` was called.
     ///
     /// A request's address may be forged, yet accepting it holds a queue pair and buffers until
@@ -317,7 +335,7 @@ impl Listener {
     /// # async fn main() -> Result<(), Box<dyn std::error::Error>> {
     /// # let device = Device::software()?;
     /// let listener = Listener::bind(&device, "127.0.0.1:0").await?;
-    /// let connecting = Connection::connect(&device, listener.local_addr());
+    /// let connecting = Connection::connect(&device, listener.local_addr()?);
     /// let (theirs, ours) = tokio::try_join!(listener.accept(), connecting)?;
     /// ours.send("request").await?;
     /// let service = tokio::spawn(async move {
@@ -344,7 +362,7 @@ impl Listener {
     /// If the future is dropped after its first poll, only the aborts are missing.
     pub async fn shutdown(self, limit: Duration) -> ShutdownReport {
         let mut connections = self.acceptor.admission.shut_down();
-        let address = self.local_addr();
+        let address = self.acceptor.inner.local_addr();
         drop(self);
         connections.retain(|connection| !connection.is_terminated());
         let open = connections.len();
@@ -435,7 +453,7 @@ impl Acceptor {
 
     fn resume(&self) {
         // The provider does not check paths, so it must not answer if they are restricted.
-        self.admission.set_answering(self.config.accepts_any_peer());
+        self.admission.set_answering(self.config.connection.accepts_any_peer());
         self.backlog.set_paused(false);
     }
 
@@ -538,7 +556,7 @@ impl Acceptor {
             match self.admission.handshake(inner.private_data()) {
                 Ok((handshake, user_data)) => {
                     let user_data = Bytes::copy_from_slice(user_data);
-                    let (cache, config) = (self.cache.clone(), self.config.clone());
+                    let (cache, config) = (self.cache.clone(), self.config.connection.clone());
                     let admission = self.admission.clone();
                     let waiting = self.inner.waiting();
                     return Ok(Requested {
@@ -596,7 +614,7 @@ impl Drop for Driver {
 impl fmt::Debug for Listener {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Listener")
-            .field("local", &self.local_addr())
+            .field("local", &self.acceptor.inner.local_addr())
             .field("stats", &self.stats())
             .finish_non_exhaustive()
     }

@@ -173,7 +173,7 @@ impl Pools {
                 let buffer = self.grow(target, size as usize).and_then(|pool| {
                     pool.try_alloc(bytes).map_err(|error| match error {
                         PoolError::Register(error) => error,
-                        PoolError::TooLong(limit) | PoolError::TooMany(limit) => limit.into(),
+                        PoolError::Limit(limit) => limit.into(),
                         PoolError::Empty => unreachable!("the pool grows"),
                     })
                 });

@@ -30,6 +30,7 @@ mod inbound;
 mod inbox;
 mod jobs;
 mod listener;
+mod listener_config;
 mod message_memory;
 mod notifications;
 mod one_sided;
@@ -58,6 +59,7 @@ pub(crate) use handle::Handle;
 pub use handle::{Connection, PreparedConnection};
 pub use inbox::Notification;
 pub use listener::{ConnectionRequest, Listener, ShutdownReport};
+pub use listener_config::ListenerConfig;
 pub use notifications::Notifications;
 #[doc(inline)]
 pub use rdma_message_proto::Violation;

@@ -40,7 +40,7 @@ impl Handle {
         };
         pool.try_alloc(len).map_err(|error| match error {
             PoolError::Register(error) => error,
-            PoolError::TooLong(limit) | PoolError::TooMany(limit) => limit.into(),
+            PoolError::Limit(limit) => limit.into(),
             PoolError::Empty => unreachable!("the pool grows"),
         })
     }

@@ -16,7 +16,7 @@ use super::state::ConnectionState;
 use super::waiting::Attempt;
 use crate::error::{LimitError, OpErrorKind};
 use crate::memory::{Buf, BufMut, Gather, PdKey, ReadOnlyRegion, RemoteRegion, Sealed as _};
-use crate::op::{QueuePair, Write};
+use crate::op::Write;
 use crate::types::Imm;
 use crate::waiters::{Caller, Ticket};
 
@@ -117,7 +117,7 @@ impl ConnectionState {
     }
 
     pub(super) fn send_short(&mut self, header: Header, payload: &[u8]) {
-        let send = self.io.frames.send_inline_with_imm(payload, Imm(header.encode()));
+        let send = self.io.frame(header).send_inline(payload);
         self.add_sent(if header.kind == Kind::Abort {
             Sent::Abort(send)
         } else {
@@ -209,7 +209,7 @@ impl ConnectionState {
             if !open {
                 return Write::refused(OpErrorKind::Closed, buffer);
             }
-            let write = self.io.frames.write_with_imm(buffer, remote, imm);
+            let write = self.io.qp.solicited().with_imm(imm).write(buffer, remote);
             if write.refusal().is_none() {
                 self.protocol.flow.send_notification();
                 self.counters.notifications_sent += 1;
@@ -325,7 +325,7 @@ impl ConnectionState {
             start = end;
             let kind = self.protocol.kind_of(number == frames);
             let header = self.protocol.flow.send(kind);
-            let send = self.sender(kind).send_with_imm(part, Imm(header.encode()));
+            let send = self.io.frame(header).send(part);
             self.add_sent(Sent::InPlace(send));
         }
         if watches {
@@ -339,7 +339,7 @@ impl ConnectionState {
     /// Sends a message of one frame while no other is in flight.
     fn send_alone_in_place(&mut self, message: &Buf, driver: &Waker) {
         let header = self.protocol.flow.send(Kind::Data);
-        let send = self.io.frames.send_with_imm(message.clone(), Imm(header.encode()));
+        let send = self.io.frame(header).send(message.clone());
         let mut sent = Sent::InPlace(send);
         self.note_refusal(sent.refusal());
         self.protocol.sending.post();
@@ -357,11 +357,6 @@ impl ConnectionState {
                 }
             }
         }
-    }
-
-    /// A `Part` is not solicited: the peer cannot use it before the `Data` that follows.
-    fn sender(&self, kind: Kind) -> &QueuePair {
-        if kind == Kind::Part { &self.io.qp } else { &self.io.frames }
     }
 
     /// Sends copies of the parts of `message`, or returns the missing resource.
@@ -395,7 +390,7 @@ impl ConnectionState {
 
     pub(super) fn send_copied(&mut self, kind: Kind, buffer: BufMut) {
         let header = self.protocol.flow.send(kind);
-        let send = self.sender(kind).send_with_imm(buffer, Imm(header.encode()));
+        let send = self.io.frame(header).send(buffer);
         self.add_sent(Sent::Copied(send));
     }
 

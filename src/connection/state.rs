@@ -17,7 +17,7 @@ use std::task::{Context, Poll, Waker, ready};
 use std::time::{Duration, Instant};
 
 use rdma_message_proto::Violation;
-use rdma_message_proto::frame::{Kind, OFFER_LEN};
+use rdma_message_proto::frame::{Header, Kind, OFFER_LEN};
 use rdma_message_proto::handshake::{Content, Handshake};
 use rdma_message_proto::incoming::Arrival;
 use rdma_message_proto::lifecycle::{Event, Phase, Stage};
@@ -45,7 +45,8 @@ use crate::engine::is_current;
 use crate::error::{OpErrorKind, SetupError};
 use crate::forked;
 use crate::memory::{BufMut, Pool, RemoteRegion};
-use crate::op::{QueuePair, Received};
+use crate::op::{Destination, Posting, QueuePair, Received};
+use crate::types::Imm;
 use crate::waiters::{Ticket, Waiters};
 
 const _: () = assert!(OFFER_LEN == RemoteRegion::ENCODED_LEN);
@@ -78,8 +79,6 @@ pub(crate) struct ConnectionState {
 #[derive(Debug)]
 pub(super) struct Io {
     pub(super) qp: QueuePair,
-    /// The same queue pair, for unsolicited frames: the peer waits for solicited messages only.
-    pub(super) frames: QueuePair,
     /// Dropping it disconnects the peer.
     pub(super) link: Option<Arc<CmConnection>>,
     /// The driver's waker learns of completed receives, which have no wakers.
@@ -90,6 +89,14 @@ pub(super) struct Io {
 }
 
 impl Io {
+    /// Returns the SENDs of a frame. The peer waits for solicited messages only; a `Part` is not
+    /// solicited, because the peer cannot use it before the `Data` that follows.
+    #[inline]
+    pub(super) fn frame(&self, header: Header) -> Posting<Destination<'_>, Imm> {
+        let frame = self.qp.with_imm(Imm(header.encode()));
+        if header.kind == Kind::Part { frame } else { frame.solicited() }
+    }
+
     pub(super) fn wake_driver(&mut self) {
         self.wakes_driver = true;
     }
@@ -144,7 +151,6 @@ impl ConnectionState {
             stream: StreamState::default(),
             counters: ConnectionCounters::default(),
             io: Io {
-                frames: qp.solicited(),
                 is_listened: qp.is_listened(),
                 link: None,
                 runtime: None,

@@ -4,14 +4,14 @@ use std::time::{Duration, Instant};
 
 use rdma_provider::locks::Mutex;
 
+use super::DcAddress;
 use super::target::path_mtu;
-use super::{DcAddress, DcSender};
 use crate::dispatch::SendCounters;
 use crate::engine::{CompletionQueue, Receiver, ReceiverKey, WorkQueueCounters};
-use crate::error::{LimitError, NO_DC, SetupError};
-use crate::op::{ConnectOptions, QueuePair, QueuePairBuilder};
+use crate::error::{LimitError, NO_DC, OpErrorKind, SetupError};
+use crate::op::{ConnectOptions, Destination, Posting, QueuePair, QueuePairBuilder};
 use crate::types::{
-    AddressVector, DcKey, Gid, Mtu, PortNum, QpAttr, QpCaps, QpState, Qpn, SendFlags, Transport,
+    AddressVector, DcKey, Gid, Mtu, PortNum, QpAttr, QpCaps, QpState, Qpn, Transport,
 };
 use crate::verbs::{AddressHandle, ProtectionDomain};
 
@@ -172,11 +172,46 @@ impl DcInitiator {
         Ok(DcPeer { handle, number, key, mtu })
     }
 
-    /// Returns a sender for operations to this peer.
+    /// Returns the operations to this peer. They work like the methods of [`QueuePair`], on a
+    /// reliable connection that the device makes on demand. Fences hold for all peers.
+    ///
+    /// # Errors
+    ///
+    /// Errors of the operations differ from those of a [`QueuePair`]:
+    ///
+    /// - For a wrong access key, or a target that no longer exists, the device reports a silent
+    ///   peer, [`RETRY_EXC_ERR`](crate::types::WcStatus::RETRY_EXC_ERR), or another status.
+    /// - After a completion with an error, all operations of the initiator fail as flushed, and it
+    ///   must be [repaired](Self::repair).
+    /// - A peer of another protection domain fails with [`OpErrorKind::Foreign`], a peer on another
+    ///   port with [`OpErrorKind::Unsupported`], and a peer with a smaller MTU than the initiator
+    ///   with [`OpErrorKind::Limit`]. Nothing is sent.
     #[inline]
-    #[must_use]
-    pub fn to<'a>(&'a self, peer: &'a DcPeer) -> DcSender<'a> {
-        DcSender { qp: &self.qp, peer, mtu: self.setup.mtu, flags: SendFlags::empty() }
+    pub fn to<'a>(&'a self, peer: &'a DcPeer) -> Posting<Destination<'a>> {
+        Posting::new(self.destination(peer))
+    }
+
+    pub(super) fn destination<'a>(&'a self, peer: &'a DcPeer) -> Destination<'a> {
+        match self.refusal(peer) {
+            Some(kind) => Destination::refused(kind),
+            None => Destination::new(&self.qp.inner, Some(peer.receiver())),
+        }
+    }
+
+    fn refusal(&self, peer: &DcPeer) -> Option<OpErrorKind> {
+        if !peer.handle.protection_domain().same(self.qp.protection_domain()) {
+            return Some(OpErrorKind::Foreign { what: "DC peer" });
+        }
+        if peer.route().port != self.qp.local().port {
+            return Some(OpErrorKind::Unsupported { what: "a DC peer on another port" });
+        }
+        LimitError::check(
+            "path MTU to the DC peer",
+            self.setup.mtu.bytes() as u64,
+            peer.mtu.bytes() as u64,
+        )
+        .err()
+        .map(OpErrorKind::Limit)
     }
 
     /// Returns the state and all attributes set so far, `ibv_query_qp(3)`.

@@ -12,7 +12,6 @@ mod address;
 mod initiator;
 mod operations;
 mod pool;
-mod sender;
 mod target;
 
 pub use address::DcAddress;
@@ -21,5 +20,4 @@ pub use pool::{
     DcLease, DcPolicy, DcPool, DcPoolBuilder, DcPoolCounters, DcPoolPeer, PendingDcLease,
     PooledOperation,
 };
-pub use sender::DcSender;
 pub use target::{DcTarget, DcTargetBuilder};

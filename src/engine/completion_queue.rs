@@ -1,5 +1,4 @@
-// For `verbs`, which is unsafe to call.
-#![allow(unsafe_code)]
+#![forbid(unsafe_code)]
 
 use std::fmt;
 use std::sync::{Arc, Weak};
@@ -92,18 +91,17 @@ impl CompletionQueue {
         self.cq().software_counters()
     }
 
-    /// Lends the bare queue, for experiments that disturb it. For completions of a [bare queue
+    /// Returns the bare queue, for experiments that disturb it. For completions of a [bare queue
     /// pair](crate::verbs::Qp), create a [bare completion queue](crate::verbs::Cq).
     ///
-    /// # Safety
+    /// An operation whose completion [`Cq::poll`] takes does not complete before its queue pair is
+    /// closed. A waiting operation may never be woken after [`Cq::arm`], [`Cq::acknowledge`] or a
+    /// take from [`Cq::channel`]. Its buffers stay in use meanwhile.
     ///
-    /// A completion with the work request number of an operation in flight ends that operation and
-    /// returns its buffer. So a bare queue pair that uses this queue must not post such a number.
-    ///
-    /// An operation whose completion [`Cq::poll`] takes never completes. A waiting operation may
-    /// never be woken after [`Cq::arm`], [`Cq::acknowledge`] or a take from [`Cq::channel`].
+    /// A bare queue pair may use the queue, but its
+    /// [work request numbers](crate::verbs::Qp::post_send) must not be those of operations.
     #[must_use]
-    pub unsafe fn verbs(&self) -> &Cq {
+    pub fn verbs(&self) -> &Cq {
         self.cq()
     }
 

@@ -263,18 +263,16 @@ fn every_operation_moves_its_bytes_and_returns_its_buffer() {
         let receives = [(); 4].map(|()| b.recv(setup.buffer(&[0xee; 20])));
         assert_eq!(ready(a.send(setup.buffer(b"plain"))).unwrap()[..], *b"plain");
         assert_eq!(
-            ready(a.send_with_imm(setup.buffer(b"beside").freeze(), Imm(7))).unwrap()[..],
+            ready(a.with_imm(Imm(7)).send(setup.buffer(b"beside").freeze())).unwrap()[..],
             *b"beside"
         );
         let mut bytes = *b"inline";
         let inline = a.send_inline(&bytes);
         bytes.fill(0);
         ready(inline).unwrap();
-        ready(a.write_with_imm(
-            setup.buffer(b"written"),
-            setup.grant().slice(3..).unwrap(),
-            Imm(8),
-        ))
+        ready(
+            a.with_imm(Imm(8)).write(setup.buffer(b"written"), setup.grant().slice(3..).unwrap()),
+        )
         .unwrap();
         let messages = [
             (&b"plain"[..], None),

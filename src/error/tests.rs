@@ -195,11 +195,8 @@ fn of_all_layers() {
         PoolError::Empty => [
             PoolError::Empty,
         ],
-        PoolError::TooLong(_) => [
-            PoolError::TooLong(LIMIT),
-        ],
-        PoolError::TooMany(_) => [
-            PoolError::TooMany(LIMIT),
+        PoolError::Limit(_) => [
+            PoolError::Limit(LIMIT),
         ],
         PoolError::Register(_) => [
             PoolError::Register(VERB.into()),
@@ -415,13 +412,13 @@ fn of_connecting() {
         ConnectError::Setup { .. } => [
             ConnectError::Setup {
                 attempt: Some(at(ConnectStep::Prepare)),
-                error: SetupError::Verb(VERB).into(),
+                error: SetupError::Closed.into(),
             },
-            SetupError::Verb(VERB).into(),
+            SetupError::Closed.into(),
         ],
         ConnectError::Verb { .. } => [
             ConnectError::Verb { attempt: Some(at(ConnectStep::Confirm)), error: VERB },
-            VERB.into(),
+            SetupError::Verb(VERB).into(),
         ],
     });
 }
@@ -432,7 +429,7 @@ fn of_handshakes() {
         |user_data| EstablishError::Rejected { address, user_data: Bytes::from_static(user_data) };
     let setup = ConnectError::Setup {
         attempt: Some(ConnectAttempt { step: ConnectStep::Prepare, address }),
-        error: SetupError::Verb(VERB).into(),
+        error: SetupError::Closed.into(),
     };
     texts!(EstablishError, error, {
         EstablishError::Setup(_) => [

@@ -319,9 +319,9 @@ mod tests {
         let mut buffers = Vec::new();
         assert!(matches!(
             pool.try_alloc_many(&mut buffers, 3, 8),
-            Err(PoolError::TooMany(limit)) if (limit.asked, limit.allowed) == (3, 2)
+            Err(PoolError::Limit(limit)) if (limit.asked, limit.allowed) == (3, 2)
         ));
-        assert!(matches!(pool.try_alloc_many(&mut buffers, 1, 65), Err(PoolError::TooLong(_))));
+        assert!(matches!(pool.try_alloc_many(&mut buffers, 1, 65), Err(PoolError::Limit(_))));
         pool.try_alloc_many(&mut buffers, 0, 8).unwrap();
         assert!(buffers.is_empty());
         let device = Device::software_in(&Network::new(), "free1").unwrap();

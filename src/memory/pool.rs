@@ -79,7 +79,7 @@ impl Pool {
     ///
     /// # Errors
     ///
-    /// [`PoolError::TooLong`] if `len` exceeds the buffer size; [`PoolError::Register`] if a
+    /// [`PoolError::Limit`] if `len` exceeds the buffer size; [`PoolError::Register`] if a
     /// growing pool fails to register memory.
     ///
     /// # Cancel safety
@@ -131,7 +131,7 @@ impl Pool {
     ///
     /// # Errors
     ///
-    /// Those of [`alloc`](Self::alloc), and [`PoolError::TooMany`] if a pool that does not grow has
+    /// Those of [`alloc`](Self::alloc), and [`PoolError::Limit`] if a pool that does not grow has
     /// fewer buffers. `buffers` is unchanged then.
     ///
     /// # Cancel safety
@@ -180,7 +180,7 @@ impl Pool {
                 number as u64,
                 u64::from(self.inner.per_slab),
             )
-            .map_err(PoolError::TooMany)?;
+            .map_err(PoolError::Limit)?;
             return Err(PoolError::Empty);
         }
         Ok(())
@@ -212,7 +212,7 @@ impl Pool {
             len as u64,
             u64::from(self.inner.buffer_size),
         )
-        .map_err(PoolError::TooLong)
+        .map_err(PoolError::Limit)
     }
 
     /// Takes a buffer without waiting and copies `bytes` into it.
@@ -386,10 +386,9 @@ impl PoolBuilder {
 pub enum PoolError {
     /// All buffers are in use.
     Empty,
-    /// The requested length exceeds the buffer size.
-    TooLong(LimitError),
-    /// The requested number exceeds the buffers of a pool that does not grow.
-    TooMany(LimitError),
+    /// The requested length exceeds the buffer size, or the requested number the buffers of a pool
+    /// that does not grow.
+    Limit(LimitError),
     /// A growing pool failed to register memory.
     Register(SetupError),
 }
@@ -400,7 +399,7 @@ impl fmt::Display for PoolError {
             Self::Empty => f.write_str(
                 "all buffers of the pool are in use; wait with Pool::alloc or enlarge the pool",
             ),
-            Self::TooLong(error) | Self::TooMany(error) => error.fmt(f),
+            Self::Limit(error) => error.fmt(f),
             Self::Register(error) => write!(f, "failed to grow the buffer pool: {error}"),
         }
     }
@@ -412,7 +411,7 @@ impl From<PoolError> for std::io::Error {
     fn from(error: PoolError) -> Self {
         let kind = match &error {
             PoolError::Empty => std::io::ErrorKind::WouldBlock,
-            PoolError::TooLong(_) | PoolError::TooMany(_) => std::io::ErrorKind::InvalidInput,
+            PoolError::Limit(_) => std::io::ErrorKind::InvalidInput,
             PoolError::Register(setup) => Self::from(setup.clone()).kind(),
         };
         Self::new(kind, error)

@@ -133,7 +133,7 @@ impl<'a> Destination<'a> {
             return Err(OpErrorKind::Misaligned { addr: remote.addr(), len: remote.len() });
         }
         let word = route.queue_pair.alloc_atomic_result().map_err(|error| match error {
-            PoolError::TooLong(limit) | PoolError::TooMany(limit) => OpErrorKind::Limit(limit),
+            PoolError::Limit(limit) => OpErrorKind::Limit(limit),
             _ => OpErrorKind::Post(VerbError::new("ibv_reg_mr", VerbError::ENOMEM)),
         })?;
         Ok((route, SendRequest { op, remote_len: remote.len() }, word))

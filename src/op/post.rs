@@ -12,7 +12,7 @@ use crate::types::{Imm, SendFlags, SendOp, Transport, WindowBind};
 pub(super) const READ: &str = "READ (transport RC or DC required)";
 
 #[derive(Debug, Clone, Copy)]
-pub(crate) struct SendRequest {
+pub struct SendRequest {
     pub(super) op: SendOp,
     pub(super) remote_len: u64,
 }
@@ -54,10 +54,11 @@ impl SendRequest {
     }
 }
 
-#[derive(Clone, Copy)]
-pub(crate) struct Destination<'a>(Result<SendRoute<'a>, OpErrorKind>);
+/// A send queue, and for DC the peer.
+#[derive(Debug, Clone, Copy)]
+pub struct Destination<'a>(Result<SendRoute<'a>, OpErrorKind>);
 
-#[derive(Clone, Copy)]
+#[derive(Debug, Clone, Copy)]
 pub(super) struct SendRoute<'a> {
     /// The state that clones of the queue pair share. A reference to a clone would force it out of
     /// registers.
@@ -68,16 +69,24 @@ pub(super) struct SendRoute<'a> {
 
 impl<'a> Destination<'a> {
     #[inline(always)]
-    pub(crate) const fn new(
-        queue_pair: &'a Inner,
-        flags: SendFlags,
-        to: Option<Receiver<'a>>,
-    ) -> Self {
-        Self(Ok(SendRoute { queue_pair, flags, to }))
+    pub(crate) const fn new(queue_pair: &'a Inner, to: Option<Receiver<'a>>) -> Self {
+        Self(Ok(SendRoute { queue_pair, flags: SendFlags::empty(), to }))
     }
 
     pub(crate) const fn refused(kind: OpErrorKind) -> Self {
         Self(Err(kind))
+    }
+
+    #[inline(always)]
+    pub(crate) fn with_flags(self, flags: SendFlags) -> Self {
+        Self(self.0.map(|route| SendRoute { flags, ..route }))
+    }
+
+    pub(super) fn with_receiver<'b>(self, receiver: Receiver<'b>) -> Destination<'b>
+    where
+        'a: 'b,
+    {
+        Destination(self.0.map(|route| SendRoute { to: Some(receiver), ..route }))
     }
 
     /// Returns the route of a batch, whose operations the caller checks.

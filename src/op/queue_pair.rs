@@ -58,7 +58,6 @@ use crate::verbs::ProtectionDomain;
 #[derive(Clone)]
 pub struct QueuePair {
     pub(crate) inner: Arc<Inner>,
-    pub(crate) flags: SendFlags,
     /// In the handle, so that prefetching need not wait for `inner`.
     post_state: PostState,
 }
@@ -98,6 +97,15 @@ impl Inner {
             }
         };
         results.try_alloc(8)
+    }
+}
+
+impl fmt::Debug for Inner {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("QueuePair")
+            .field("qpn", &self.qpn)
+            .field("transport", &self.transport)
+            .finish_non_exhaustive()
     }
 }
 
@@ -344,11 +352,10 @@ impl QueuePair {
     pub async fn close(self) {
         if self.modify(&QpAttr::to_state(QpState::Err)).is_ok() {
             // The error state flushes work in order, so this is flushed last.
-            let flags = self.flags | SendFlags::SIGNALED;
             let marker = super::Send::post(
                 self.send_queue(),
                 WorkKind::Send(SendOp::Send),
-                flags,
+                SendFlags::SIGNALED,
                 u64::MAX,
                 (),
             );
@@ -391,20 +398,6 @@ impl QueuePair {
     #[must_use]
     pub fn software_counters(&self) -> Option<(SendCounters, ReceiveCounters)> {
         self.inner.core.qp().ok()?.software_counters()
-    }
-
-    /// Returns a handle whose work requests wait for all READs and atomics posted before (RC,
-    /// `IBV_SEND_FENCE`).
-    #[must_use]
-    pub fn fenced(&self) -> Self {
-        Self { flags: self.flags | SendFlags::FENCE, ..self.clone() }
-    }
-
-    /// Returns a handle whose messages raise a solicited event at the receiver
-    /// (`IBV_SEND_SOLICITED`).
-    #[must_use]
-    pub fn solicited(&self) -> Self {
-        Self { flags: self.flags | SendFlags::SOLICITED, ..self.clone() }
     }
 
     pub(crate) fn last_state(&self) -> Result<QpState, SetupError> {
@@ -463,7 +456,7 @@ impl QueuePair {
     #[inline(always)]
     pub(crate) fn destination(&self) -> Destination<'_> {
         self.post_state.prefetch();
-        Destination::new(&self.inner, self.flags, None)
+        Destination::new(&self.inner, None)
     }
 }
 
@@ -481,11 +474,7 @@ impl fmt::Debug for WeakQueuePair {
 
 impl WeakQueuePair {
     pub(crate) fn upgrade(&self) -> Option<QueuePair> {
-        Some(QueuePair {
-            inner: self.inner.upgrade()?,
-            flags: SendFlags::empty(),
-            post_state: self.post_state.clone(),
-        })
+        Some(QueuePair { inner: self.inner.upgrade()?, post_state: self.post_state.clone() })
     }
 }
 

@@ -3,8 +3,8 @@ use super::post::{Destination, SendRequest};
 use super::queue_pair::QueuePair;
 use crate::engine::{Receiver, ReceiverKey};
 use crate::error::TryError;
-use crate::memory::{Gather, PdKey, RemoteRegion, Sealed};
-use crate::types::{Imm, Qkey, Qpn, WorkCompletion};
+use crate::memory::{Gather, PdKey, Sealed};
+use crate::types::{Qkey, Qpn, WorkCompletion};
 use crate::verbs::AddressHandle;
 
 /// A SEND [`Operation`], which returns the buffer.
@@ -29,38 +29,10 @@ impl QueuePair {
         self.destination().post(SendRequest::send(), buffer)
     }
 
-    /// Posts a [`send`](Self::send) with 4 bytes of immediate data.
-    #[inline]
-    pub fn send_with_imm<B: Gather>(&self, buffer: B, imm: Imm) -> Send<B> {
-        self.destination().post(SendRequest::send_with_imm(imm), buffer)
-    }
-
-    /// Posts a [`send`](Self::send) before whose delivery the peer's device invalidates the key of
-    /// `remote`, a lease that the peer granted (RC). The receiver finds the key in
-    /// [`Received::invalidated`](crate::op::Received::invalidated).
-    ///
-    /// READs that use the key must be complete: await them, or use [`fenced`](Self::fenced).
-    ///
-    /// # Errors
-    ///
-    /// Those of [`send`](Self::send). A key without a lease in force fails the connection, at the
-    /// peer with [`REM_INV_REQ_ERR`](crate::types::WcStatus::REM_INV_REQ_ERR) of its receive. The
-    /// protocol cannot report it, so this future fails with
-    /// [`RETRY_EXC_ERR`](crate::types::WcStatus::RETRY_EXC_ERR), or, on some devices, only the next
-    /// operation does.
-    pub fn send_with_invalidate<B: Gather>(&self, buffer: B, remote: RemoteRegion) -> Send<B> {
-        self.destination().post(SendRequest::send_with_invalidate(remote), buffer)
-    }
-
     /// Posts a [`send`](Self::send) of at most `max_inline` bytes, which this call copies.
     #[inline]
     pub fn send_inline(&self, bytes: &[u8]) -> Send<()> {
         self.destination().post_inline(SendRequest::send(), bytes)
-    }
-
-    /// Posts a [`send_inline`](Self::send_inline) with 4 bytes of immediate data.
-    pub fn send_inline_with_imm(&self, bytes: &[u8], imm: Imm) -> Send<()> {
-        self.destination().post_inline(SendRequest::send_with_imm(imm), bytes)
     }
 
     /// Posts a [`send`](Self::send) if the send queue has a free slot.
@@ -88,34 +60,19 @@ impl QueuePair {
         qpn: Qpn,
         qkey: Qkey,
     ) -> SendTo<B> {
-        self.datagram_to(handle, qpn, qkey)
-            .post(SendRequest::send(), AddressedBuffer::new(buffer, handle))
+        self.destination().send_datagram(SendRequest::send(), buffer, (handle, qpn, qkey))
     }
+}
 
-    /// Posts a [`send_to`](Self::send_to) with 4 bytes of immediate data.
-    pub fn send_to_with_imm<B: Gather>(
-        &self,
+impl Destination<'_> {
+    pub(super) fn send_datagram<B: Gather>(
+        self,
+        request: SendRequest,
         buffer: B,
-        imm: Imm,
-        handle: &AddressHandle,
-        qpn: Qpn,
-        qkey: Qkey,
+        (handle, number, qkey): (&AddressHandle, Qpn, Qkey),
     ) -> SendTo<B> {
-        self.datagram_to(handle, qpn, qkey)
-            .post(SendRequest::send_with_imm(imm), AddressedBuffer::new(buffer, handle))
-    }
-
-    fn datagram_to<'a>(
-        &'a self,
-        handle: &'a AddressHandle,
-        qpn: Qpn,
-        qkey: Qkey,
-    ) -> Destination<'a> {
-        Destination::new(
-            &self.inner,
-            self.flags,
-            Some(Receiver { handle, number: qpn, key: ReceiverKey::Datagram(qkey) }),
-        )
+        let receiver = Receiver { handle, number, key: ReceiverKey::Datagram(qkey) };
+        self.with_receiver(receiver).post(request, AddressedBuffer::new(buffer, handle))
     }
 }
 

@@ -3,7 +3,6 @@ use super::post::SendRequest;
 use super::queue_pair::QueuePair;
 use crate::error::TryError;
 use crate::memory::{Gather, RemoteRegion};
-use crate::types::Imm;
 
 /// A WRITE [`Operation`], which returns the buffer.
 pub type Write<B> = Operation<ReturnBuffer<B>>;
@@ -12,8 +11,8 @@ impl QueuePair {
     /// Writes the buffer to the start of `remote` (RC, UC).
     ///
     /// Success means that the peer's device has accepted the data (RC), or that it was sent (UC). A
-    /// later message, or [`write_with_imm`](Self::write_with_imm), notifies the peer and makes the
-    /// data visible to it.
+    /// later message, or [immediate data](Self::with_imm), notifies the peer and makes the data
+    /// visible to it.
     ///
     /// # Errors
     ///
@@ -25,23 +24,10 @@ impl QueuePair {
         self.destination().post(SendRequest::write(remote), buffer)
     }
 
-    /// Posts a [`write`](Self::write) that consumes a receive of the peer, which reports `imm` and
-    /// the number of bytes.
-    #[inline]
-    pub fn write_with_imm<B: Gather>(&self, buffer: B, remote: RemoteRegion, imm: Imm) -> Write<B> {
-        self.destination().post(SendRequest::write_with_imm(remote, imm), buffer)
-    }
-
     /// Posts a [`write`](Self::write) of at most `max_inline` bytes, which this call copies.
     #[inline]
     pub fn write_inline(&self, bytes: &[u8], remote: RemoteRegion) -> Write<()> {
         self.destination().post_inline(SendRequest::write(remote), bytes)
-    }
-
-    /// Combines [`write_with_imm`](Self::write_with_imm) and [`write_inline`](Self::write_inline).
-    #[inline]
-    pub fn write_inline_with_imm(&self, bytes: &[u8], remote: RemoteRegion, imm: Imm) -> Write<()> {
-        self.destination().post_inline(SendRequest::write_with_imm(remote, imm), bytes)
     }
 
     /// Posts a [`write`](Self::write) if the send queue has a free slot.

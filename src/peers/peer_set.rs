@@ -63,7 +63,7 @@ use table::{State, Table};
 /// # async fn main() -> Result<(), Box<dyn std::error::Error>> {
 /// # let device = Device::software()?;
 /// let listener = Listener::bind(&device, "127.0.0.1:0").await?;
-/// let directory = HashMap::from([("storage-1", listener.local_addr())]);
+/// let directory = HashMap::from([("storage-1", listener.local_addr()?)]);
 /// let peers = PeerSet::new(
 ///     &device,
 ///     &ConnectionConfig::default(),

@@ -56,7 +56,7 @@ use crate::verbs::Device;
 /// # async fn main() -> Result<(), Box<dyn std::error::Error>> {
 /// # let device = Device::software()?;
 /// let listener = Listener::bind(&device, "127.0.0.1:0").await?;
-/// let address = listener.local_addr();
+/// let address = listener.local_addr()?;
 /// let config = ConnectionConfig::default();
 /// let client = Reconnect::new(&device, address, &config, ReconnectPolicy::default())?;
 ///

@@ -9,7 +9,8 @@ use futures::Stream;
 use tokio::net::ToSocketAddrs;
 
 use super::RdmaStream;
-use crate::connection::{Connection, ConnectionConfig, Listener, ListenerStats, ShutdownReport};
+use crate::connection::{Connection, ConnectionConfig, Listener, ListenerConfig};
+use crate::connection::{ListenerStats, ShutdownReport};
 use crate::verbs::Device;
 
 /// A listener that accepts [`RdmaStream`]s at an address, like `tokio::net::TcpListener`, and a
@@ -39,10 +40,11 @@ impl RdmaListener {
         device: &Device,
         address: impl ToSocketAddrs + fmt::Debug,
     ) -> io::Result<Self> {
-        Self::bind_with(device, address, &ConnectionConfig::for_streams()).await
+        Self::listen(device, address, ConnectionConfig::for_streams().into()).await
     }
 
-    /// Listens at the first usable address. Port 0 selects a free port.
+    /// Listens at the first usable address. Port 0 selects a free port. `config` is a
+    /// [`ListenerConfig`], or only the [`ConnectionConfig`] of the streams.
     ///
     /// # Errors
     ///
@@ -54,9 +56,18 @@ impl RdmaListener {
     pub async fn bind_with(
         device: &Device,
         address: impl ToSocketAddrs + fmt::Debug,
-        config: &ConnectionConfig,
+        config: impl Into<ListenerConfig>,
     ) -> io::Result<Self> {
-        Ok(Self { inner: Listener::bind_with(device, address, &config.with_bytes()).await? })
+        Self::listen(device, address, config.into()).await
+    }
+
+    fn listen(
+        device: &Device,
+        address: impl ToSocketAddrs + fmt::Debug,
+        config: ListenerConfig,
+    ) -> impl Future<Output = io::Result<Self>> {
+        let config = Box::new(config.with_bytes());
+        async move { Ok(Self { inner: Listener::listen(device, address, config).await? }) }
     }
 
     /// Returns the next stream, and its peer's address. Requests for messages, or without a
@@ -102,7 +113,7 @@ impl RdmaListener {
     ///
     /// None.
     pub fn local_addr(&self) -> io::Result<SocketAddr> {
-        Ok(self.inner.local_addr())
+        self.inner.local_addr()
     }
 
     /// Returns the counters of this listener.
@@ -137,7 +148,7 @@ impl Stream for RdmaListener {
 impl fmt::Debug for RdmaListener {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("RdmaListener")
-            .field("local", &self.inner.local_addr())
+            .field("inner", &self.inner)
             .field("stats", &self.stats())
             .finish_non_exhaustive()
     }

@@ -97,7 +97,7 @@ use crate::verbs::{Device, ProtectionDomain};
 ///
 /// [keepalive]: ConnectionConfig::keepalive
 /// [stalls]: ConnectionConfig::stall_timeout
-/// [nothing]: ConnectionConfig::first_message_timeout
+/// [nothing]: crate::ListenerConfig::first_message_timeout
 ///
 /// # Cancel safety
 ///
@@ -436,7 +436,7 @@ impl RdmaStream {
     ///
     /// None.
     pub fn local_addr(&self) -> io::Result<SocketAddr> {
-        addresses(self.handle()).map(|(local, _)| local)
+        self.handle().addresses().map(|(local, _)| local)
     }
 
     /// Returns the peer's address.
@@ -445,7 +445,7 @@ impl RdmaStream {
     ///
     /// None.
     pub fn peer_addr(&self) -> io::Result<SocketAddr> {
-        addresses(self.handle()).map(|(_, peer)| peer)
+        self.handle().addresses().map(|(_, peer)| peer)
     }
 
     /// Returns the data that the peer's service has set with
@@ -527,7 +527,7 @@ impl fmt::Debug for RdmaStream {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("RdmaStream")
             .field("local", &self.handle().addresses.map(|(local, _)| local))
-            .field("peer", &self.handle().peer_addr())
+            .field("peer", &self.handle().addresses().ok().map(|(_, peer)| peer))
             .field("close_reason", &self.close_reason())
             .finish_non_exhaustive()
     }
@@ -544,10 +544,6 @@ impl fmt::Display for ReuniteError {
 }
 
 impl std::error::Error for ReuniteError {}
-
-fn addresses(handle: &Handle) -> io::Result<(SocketAddr, SocketAddr)> {
-    handle.addresses.ok_or_else(|| io::ErrorKind::NotConnected.into())
-}
 
 fn io_error(error: MessageError) -> io::Error {
     let kind = match &error {

@@ -11,7 +11,7 @@ use rdma_provider::locks::Mutex;
 use tokio::io::{AsyncBufRead, AsyncRead, Interest, ReadBuf, Ready};
 
 use super::write_half::OwnedWriteHalf;
-use super::{RdmaStream, ReuniteError, addresses, io_error};
+use super::{RdmaStream, ReuniteError, io_error};
 use crate::connection::{Chunk, ConnectionCounters, ConnectionState, Handle, Taken, WaitGuard};
 use crate::contained::wake_to_repoll;
 use crate::coop::within_budget;
@@ -329,7 +329,7 @@ impl OwnedReadHalf {
     ///
     /// None.
     pub fn local_addr(&self) -> io::Result<SocketAddr> {
-        addresses(&self.handle).map(|(local, _)| local)
+        self.handle.addresses().map(|(local, _)| local)
     }
 
     /// Returns the peer's address.
@@ -338,7 +338,7 @@ impl OwnedReadHalf {
     ///
     /// None.
     pub fn peer_addr(&self) -> io::Result<SocketAddr> {
-        addresses(&self.handle).map(|(_, peer)| peer)
+        self.handle.addresses().map(|(_, peer)| peer)
     }
 
     /// Returns the counters of the connection, like [`RdmaStream::counters`].
@@ -448,7 +448,7 @@ impl Drop for OwnedReadHalf {
 impl fmt::Debug for OwnedReadHalf {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("OwnedReadHalf")
-            .field("peer", &self.handle.peer_addr())
+            .field("peer", &self.handle.addresses().ok().map(|(_, peer)| peer))
             .finish_non_exhaustive()
     }
 }

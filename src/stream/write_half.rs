@@ -10,7 +10,7 @@ use std::time::Duration;
 use bytes::{Buf as _, Bytes};
 use tokio::io::{AsyncWrite, Interest, Ready};
 
-use super::{addresses, io_error};
+use super::io_error;
 use crate::connection::{
     CloseReason, ConnectionCounters, ConnectionState, Handle, MessageError, WaitGuard,
 };
@@ -179,7 +179,7 @@ impl OwnedWriteHalf {
     ///
     /// None.
     pub fn local_addr(&self) -> io::Result<SocketAddr> {
-        addresses(&self.handle).map(|(local, _)| local)
+        self.handle.addresses().map(|(local, _)| local)
     }
 
     /// Returns the peer's address.
@@ -188,7 +188,7 @@ impl OwnedWriteHalf {
     ///
     /// None.
     pub fn peer_addr(&self) -> io::Result<SocketAddr> {
-        addresses(&self.handle).map(|(_, peer)| peer)
+        self.handle.addresses().map(|(_, peer)| peer)
     }
 
     /// Returns the counters of the connection, like
@@ -283,7 +283,7 @@ impl Drop for OwnedWriteHalf {
 impl fmt::Debug for OwnedWriteHalf {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("OwnedWriteHalf")
-            .field("peer", &self.handle.peer_addr())
+            .field("peer", &self.handle.addresses().ok().map(|(_, peer)| peer))
             .finish_non_exhaustive()
     }
 }

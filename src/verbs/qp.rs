@@ -334,8 +334,9 @@ impl Qp {
     /// - The memory that a window is bound to stays registered, and is accessed only through its
     ///   [`ExposedRegion`](crate::ExposedRegion), until the window is invalidated or dropped.
     ///   Windows bound by this queue pair are dropped before it.
-    /// - If completions go to a [`CompletionQueue`](crate::CompletionQueue), no work request has
-    ///   the number of an operation there, whose buffers would be returned too early.
+    /// - If completions go to the [queue](crate::CompletionQueue::verbs) of a `CompletionQueue`, no
+    ///   work request has the number of an operation there, whose buffers would be returned too
+    ///   early.
     #[inline]
     pub unsafe fn post_send(&self, list: &[SendWr<'_>]) -> Result<(), PostError> {
         // SAFETY: S1: promised by the caller.

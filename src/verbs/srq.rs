@@ -111,8 +111,10 @@ impl Srq {
     ///
     /// # Safety
     ///
-    /// The memory that the list names stays valid and untouched until its completion has been
-    /// polled or the last clone of this queue has been dropped.
+    /// - The memory that the list names stays valid and untouched until its completion has been
+    ///   polled or the last clone of this queue has been dropped.
+    /// - If completions go to the [queue](crate::CompletionQueue::verbs) of a `CompletionQueue`, no
+    ///   receive has the number of an operation there, whose buffers would be returned too early.
     pub unsafe fn post_recv(&self, list: &[RecvWr<'_>]) -> Result<(), PostError> {
         // SAFETY: S1: promised by the caller.
         unsafe { self.inner.raw.post_recv(list) }

@@ -16,11 +16,11 @@ use crate::torture::{
 };
 use fastrand::Rng;
 use tokio_rdma::completion::WorkQueueCounters;
-use tokio_rdma::dc::{DcInitiator, DcPeer, DcSender, DcTarget};
-use tokio_rdma::op::{Atomic, BatchOp, Read, Send as Sending, Write};
+use tokio_rdma::dc::{DcInitiator, DcPeer, DcTarget};
+use tokio_rdma::op::{Destination, Posting};
 use tokio_rdma::software::Network;
 use tokio_rdma::{
-    Access, Batch, Buf, BufMut, CompletionQueue, Device, ExposedRegion, Imm, Pool, QueuePair,
+    Access, Batch, BufMut, CompletionQueue, Device, ExposedRegion, Imm, Pool, QueuePair,
     RemoteRegion, SharedReceiveQueue,
 };
 
@@ -98,46 +98,13 @@ enum Client {
     Dynamic { initiator: DcInitiator, peers: Vec<DcPeer> },
 }
 
-enum Sender<'a> {
-    Pair(QueuePair),
-    Dynamic(DcSender<'a>),
-}
-
-/// Defines methods of [`Sender`] that call the method of the same name.
-macro_rules! either {
-    ($($method:ident($($argument:ident: $type:ty),*) -> $result:ty;)*) => {
-        impl Sender<'_> {
-            $(fn $method(&self, $($argument: $type),*) -> $result {
-                match self {
-                    Self::Pair(qp) => qp.$method($($argument),*),
-                    Self::Dynamic(sender) => sender.$method($($argument),*),
-                }
-            })*
-        }
-    };
-}
-
-either! {
-    send(buffer: BufMut) -> Sending<BufMut>;
-    write(buffer: Buf, remote: RemoteRegion) -> Write<Buf>;
-    read(buffer: BufMut, remote: RemoteRegion) -> Read<BufMut>;
-    write_with_imm(buffer: BufMut, remote: RemoteRegion, imm: Imm) -> Write<BufMut>;
-    send_inline(bytes: &[u8]) -> Sending<()>;
-    fetch_add(remote: RemoteRegion, add: u64) -> Atomic;
-    compare_swap(remote: RemoteRegion, compare: u64, swap: u64) -> Atomic;
-    post_batch(batch: Batch<BufMut>) -> BatchOp<BufMut>;
-}
-
 impl Client {
-    fn sender(&self, choice: usize, fenced: bool) -> Sender<'_> {
-        match self {
-            Self::Pair(qp) if fenced => Sender::Pair(qp.fenced()),
-            Self::Pair(qp) => Sender::Pair(qp.clone()),
-            Self::Dynamic { initiator, peers } => {
-                let to = initiator.to(&peers[choice % peers.len()]);
-                Sender::Dynamic(if fenced { to.fenced() } else { to })
-            }
-        }
+    fn sender(&self, choice: usize, fenced: bool) -> Posting<Destination<'_>> {
+        let to = match self {
+            Self::Pair(qp) => Posting::from(qp),
+            Self::Dynamic { initiator, peers } => initiator.to(&peers[choice % peers.len()]),
+        };
+        if fenced { to.fenced() } else { to }
     }
 
     fn counters(&self) -> WorkQueueCounters {
@@ -239,7 +206,7 @@ impl Poster {
             9 => {
                 let buffer = self.buffer()?;
                 storm.messages.fetch_add(1, Ordering::Relaxed);
-                let write = qp.write_with_imm(buffer, self.area(), Imm(task as u32));
+                let write = qp.with_imm(Imm(task as u32)).write(buffer, self.area());
                 Box::pin(async move { assert_stamped("written with imm", &write.await.unwrap()) })
             }
             10 => {
@@ -266,12 +233,12 @@ impl Poster {
                 let swap = qp.compare_swap(storm.remote.slice(at..at + 8).unwrap(), before, after);
                 return Some((Box::pin(async move { assert_eq!(swap.await.unwrap(), before) }), 0));
             }
-            _ => return self.post_batch(&qp),
+            _ => return self.post_batch(qp),
         };
         Some((work, 1))
     }
 
-    fn post_batch(&mut self, qp: &Sender<'_>) -> Option<(Work, u64)> {
+    fn post_batch(&mut self, qp: Posting<Destination<'_>>) -> Option<(Work, u64)> {
         let mut batch = Batch::new();
         let (len, mut reads) = (self.rng.u64(1..=4), Vec::new());
         batch.signal_every(self.rng.u32(..3));

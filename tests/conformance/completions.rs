@@ -675,9 +675,7 @@ fn failed_completion_queue_fails_every_operation() {
                 [first.recv(pool.try_alloc(8).unwrap()), second.recv(pool.try_alloc(8).unwrap())];
             let options = Options::default();
             let recv_cq = Cq::new(&setup.a, 8, None, 0).unwrap();
-            // SAFETY: the work request identifiers posted below belong to no operation.
-            #[allow(unsafe_code, reason = "overruns the queue")]
-            let shared = unsafe { queue.verbs() }.clone();
+            let shared = queue.verbs().clone();
             let intruder = End::on(&setup.a, &options, shared.clone(), recv_cq, None);
             let peer = End::new(&setup.b, &options);
             connect(&intruder, &peer, &options);

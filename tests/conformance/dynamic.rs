@@ -154,9 +154,9 @@ async fn each_operation_works_over_dc(mode: &str) {
     );
     let received = [receive(), receive(), receive(), receive()];
     let sends = (
-        to.send_with_imm(here.buffer(b"one"), Imm(0x0102_0304)),
+        to.with_imm(Imm(0x0102_0304)).send(here.buffer(b"one")),
         to.send_inline(b"two"),
-        to.solicited().send_inline_with_imm(b"three", Imm(7)),
+        to.solicited().with_imm(Imm(7)).send_inline(b"three"),
         to.try_send(here.buffer(b"four")).unwrap(),
     );
     within("send", sends.0).await.unwrap();
@@ -174,7 +174,7 @@ async fn each_operation_works_over_dc(mode: &str) {
         assert_eq!((&received.buffer[..], received.imm), expected);
     }
     let received = receive();
-    within("write", to.write_with_imm(here.buffer(b"news"), there.remote(96, 4), Imm(9)))
+    within("write", to.with_imm(Imm(9)).write(here.buffer(b"news"), there.remote(96, 4)))
         .await
         .unwrap();
     let received = within("receive", received).await.unwrap();
@@ -184,7 +184,7 @@ async fn each_operation_works_over_dc(mode: &str) {
     );
     assert_eq!(there.bytes(96, 4), b"news");
     let received = receive();
-    within("write", to.write_inline_with_imm(b"brief", there.remote(96, 5), Imm(10)))
+    within("write", to.with_imm(Imm(10)).write_inline(b"brief", there.remote(96, 5)))
         .await
         .unwrap();
     let received = within("receive", received).await.unwrap();

@@ -137,7 +137,7 @@ async fn invalidation_by_the_peer_keeps_the_connection(mode: &str) {
         let grant = lease.grant();
         let written = a.qp.write(a.buffer(&[round; 64]), grant);
         let read = a.qp.read(a.blank(64), grant);
-        let done = a.qp.fenced().send_with_invalidate(a.buffer(b"done"), grant);
+        let done = a.qp.fenced().invalidating(grant).send(a.buffer(b"done"));
         written.await.unwrap();
         assert_eq!(read.await.unwrap()[..], [round; 64]);
         done.await.unwrap();
@@ -185,7 +185,7 @@ async fn invalid_lease_is_refused_and_keeps_the_connection(mode: &str) {
     let region = closed(&datagrams.b, 64);
     let kind = refused(datagrams.b.qp.lease(&region, 0..64, Access::REMOTE_READ).await);
     assert!(matches!(kind, OpErrorKind::Unsupported { .. }), "{kind:?}");
-    let send = datagrams.b.qp.send_with_invalidate((), lease.grant()).await;
+    let send = datagrams.b.qp.invalidating(lease.grant()).send(()).await;
     assert!(matches!(send.unwrap_err().kind(), OpErrorKind::Unsupported { .. }));
 }
 

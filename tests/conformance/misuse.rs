@@ -394,7 +394,8 @@ fn limit_errors_name_field_asked_and_allowed() {
         assert_eq!(error.kind(), limit(field, 9, 8));
         assert_eq!(error.into_buffer().len(), 9);
         assert_eq!(
-            a.qp.write_with_imm(a.blank(9), region.grant(), tokio_rdma::Imm(0))
+            a.qp.with_imm(tokio_rdma::Imm(0))
+                .write(a.blank(9), region.grant())
                 .await
                 .unwrap_err()
                 .kind(),
@@ -418,7 +419,7 @@ fn limit_errors_name_field_asked_and_allowed() {
             allowed: 16384,
         };
         match a.pool.try_alloc(16385) {
-            Err(PoolError::TooLong(error)) => assert_eq!(error, pool),
+            Err(PoolError::Limit(error)) => assert_eq!(error, pool),
             other => panic!("{other:?}"),
         }
         assert_eq!(a.qp.send_counters().posted, 0, "no operation reached the device");

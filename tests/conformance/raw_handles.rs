@@ -19,18 +19,18 @@ fn raw_handles_refer_to_their_objects() {
     let srq = SharedReceiveQueue::new(&pd, &queue, 4, 1).unwrap();
     let region = ExposedRegion::new(&pd, vec![0; 64], Access::REMOTE_WRITE).unwrap();
     let buffer = Pool::new(&pd, 64, 1).unwrap().try_alloc(64).unwrap();
+    let Some(context) = device.as_raw() else {
+        assert!(!real, "a real device has a handle");
+        assert_eq!(
+            (pd.as_raw(), queue.as_raw(), qp.as_raw(), srq.as_raw()),
+            (None, None, None, None)
+        );
+        return assert_eq!((region.as_raw(), buffer.as_raw()), (None, None));
+    };
+    assert!(real, "a software device has none");
+    let context = context.as_ptr();
     // SAFETY: the objects live to the end of the test, and handles are only read.
     unsafe {
-        let Some(context) = device.as_raw() else {
-            assert!(!real, "a real device has a handle");
-            assert_eq!(
-                (pd.as_raw(), queue.as_raw(), qp.as_raw(), srq.as_raw()),
-                (None, None, None, None)
-            );
-            return assert_eq!((region.as_raw(), buffer.as_raw()), (None, None));
-        };
-        assert!(real, "a software device has none");
-        let context = context.as_ptr();
         assert_eq!((*pd.as_raw().unwrap().as_ptr()).context, context);
         let cq = queue.as_raw().unwrap().as_ptr();
         assert_eq!((*cq).context, context);

@@ -39,7 +39,7 @@ async fn send_until_closed(connection: &Connection) -> CloseReason {
 
 async fn by_address(device: &Device, config: &ConnectionConfig) -> (Connection, Connection) {
     let listener = Listener::bind_with(device, connected::address(device), config).await.unwrap();
-    let connecting = Connection::connect_with(device, listener.local_addr(), config);
+    let connecting = Connection::connect_with(device, listener.local_addr().unwrap(), config);
     soon("connect", async { tokio::try_join!(connecting, listener.accept()) }).await.unwrap()
 }
 
@@ -615,7 +615,7 @@ fn connection_by_address_carries_user_data_and_detects_a_dropped_peer() {
         )
         .await
         .unwrap();
-        let address = listener.local_addr();
+        let address = listener.local_addr().unwrap();
         let client = config().user_data("client\0");
         let connecting = Connection::connect_with(&device, address, &client);
         let (a, b) = soon("connect", async { tokio::try_join!(connecting, listener.accept()) })
@@ -625,7 +625,7 @@ fn connection_by_address_carries_user_data_and_detects_a_dropped_peer() {
             (&a.user_data()[..], &b.user_data()[..]),
             (&b"server\0\0"[..], &b"client\0"[..])
         );
-        assert_eq!((a.peer_addr(), b.local_addr()), (Some(address), Some(address)));
+        assert_eq!((a.peer_addr().unwrap(), b.local_addr().unwrap()), (address, address));
         let exchange = async {
             a.send(pattern(100_000, 1)).await.unwrap();
             assert!(recv(&b).await == pattern(100_000, 1));

@@ -313,13 +313,15 @@ fn listener_whose_budget_is_used_up_refuses_until_a_connection_closes() {
             Listener::bind_with(&device, connected::address(&device), &served).await.unwrap();
         let connect = async || {
             let config = config();
-            let connecting = Connection::connect_with(&device, listener.local_addr(), &config);
+            let connecting =
+                Connection::connect_with(&device, listener.local_addr().unwrap(), &config);
             soon("connect", async { tokio::try_join!(connecting, listener.accept()) }).await
         };
         let (first, second) = (connect().await.unwrap(), connect().await.unwrap());
         let refused = async {
             let config = config();
-            let connecting = Connection::connect_with(&device, listener.local_addr(), &config);
+            let connecting =
+                Connection::connect_with(&device, listener.local_addr().unwrap(), &config);
             tokio::select! {
                 refused = connecting => refused,
                 accepted = listener.accept() => panic!("{accepted:?}"),
@@ -333,8 +335,9 @@ fn listener_whose_budget_is_used_up_refuses_until_a_connection_closes() {
         }
         assert_eq!(listener.stats().refused_buffers, 1);
         let too_small = config().budget(&BufferBudget::new(FIRST - 1));
-        let error =
-            Connection::connect_with(&device, listener.local_addr(), &too_small).await.err();
+        let error = Connection::connect_with(&device, listener.local_addr().unwrap(), &too_small)
+            .await
+            .err();
         assert!(
             matches!(error, Some(EstablishError::Setup(SetupError::Limit(limit)))
                 if limit.field.starts_with("bytes of the BufferBudget")),

@@ -81,7 +81,7 @@ fn any_port() -> SocketAddr {
 async fn connected(device: &Device) -> (Connection, Connection) {
     let listener = Listener::bind(device, any_port()).await.unwrap();
     let both = async {
-        tokio::join!(listener.accept(), Connection::connect(device, listener.local_addr()))
+        tokio::join!(listener.accept(), Connection::connect(device, listener.local_addr().unwrap()))
     };
     let (theirs, ours) = soon("connected", both).await;
     (ours.unwrap(), theirs.unwrap())
@@ -196,7 +196,7 @@ fn supervised_connections_always_ready_let_other_tasks_run() {
     run("supervised", |sibling| async move {
         let (device, _pd) = software();
         let listener = Listener::bind(&device, any_port()).await.unwrap();
-        let address = listener.local_addr();
+        let address = listener.local_addr().unwrap();
         let config = Default::default();
         let client = Reconnect::new(&device, address, &config, ReconnectPolicy::default()).unwrap();
         let both = async { tokio::join!(listener.accept(), client.connected()) };

@@ -13,7 +13,8 @@ use tokio_rdma::software::{Faults, Network, drive};
 use tokio_rdma::types::{Imm, Rkey, WcStatus};
 use tokio_rdma::{
     Access, CloseReason, CompletionMode, CompletionQueue, Connection, ConnectionConfig, Device,
-    EstablishError, Listener, MessageError, Pool, ProtectionDomain, QueuePair, RemoteRegion, cm,
+    EstablishError, Listener, ListenerConfig, MessageError, Pool, ProtectionDomain, QueuePair,
+    RemoteRegion, cm,
 };
 
 /// A plain queue pair with receives, controlled by the test.
@@ -43,7 +44,7 @@ fn header(kind: u32, released: u32, done: u32) -> Imm {
 
 impl Peer {
     async fn send(&self, payload: &[u8], imm: Imm) {
-        let sent = self.qp.send_with_imm(self.pool.copy_from(payload).unwrap(), imm);
+        let sent = self.qp.with_imm(imm).send(self.pool.copy_from(payload).unwrap());
         // The send may fail. The test checks the other end.
         drop(soon("send", sent).await);
     }
@@ -95,7 +96,7 @@ fn notifications_beyond_the_window_or_after_fin_close_the_connection() {
             let notify = |imm| {
                 let buffer = peer.pool.copy_from(b"hostile").unwrap();
                 let remote = region.grant().slice(..7).unwrap();
-                peer.qp.write_with_imm(buffer, remote, Imm(imm))
+                peer.qp.with_imm(Imm(imm)).write(buffer, remote)
             };
             if after_fin {
                 peer.send(b"", header(FIN, 0, 0)).await;
@@ -311,7 +312,7 @@ fn sends_beyond_the_credits_find_no_receive() {
         let (connection, peer) = connect_peer(&Network::new(), &config);
         // 8 receives are posted, and the application receives nothing.
         let flood: Vec<_> = (0..200)
-            .map(|_| peer.qp.send_with_imm(peer.pool.copy_from(b"x").unwrap(), header(DATA, 0, 0)))
+            .map(|_| peer.qp.with_imm(header(DATA, 0, 0)).send(peer.pool.copy_from(b"x").unwrap()))
             .collect();
         let inbox = || connection.counters().inbox;
         eventually("8 received messages", || inbox() >= 8).await;
@@ -454,7 +455,7 @@ fn random_frames_do_no_harm() {
                     } else {
                         header(random.u32(..5), 0, 0)
                     };
-                    drop(peer.qp.send_with_imm(peer.pool.copy_from(&payload).unwrap(), imm));
+                    drop(peer.qp.with_imm(imm).send(peer.pool.copy_from(&payload).unwrap()));
                     if random.bool() {
                         drop(connection.send(pattern(random.usize(..20_000), 1)).now_or_never());
                     }
@@ -503,7 +504,7 @@ fn invalid_handshakes_are_refused_at_both_ends() {
         }
 
         let listener = Listener::bind_with(&device, "127.0.0.1:0", &config()).await.unwrap();
-        let address = listener.local_addr();
+        let address = listener.local_addr().unwrap();
         let accepting = tokio::spawn(async move { (listener.accept().await.unwrap(), listener) });
         let queue = CompletionQueue::new(&client, CompletionMode::Event).unwrap();
         for (bytes, what) in bad {
@@ -586,10 +587,10 @@ fn peers_beyond_the_limits_get_the_reason_and_are_counted() {
         // In virtual time no answer is late. A late one would be repeated, and counted again.
         let network = Network::simulated(1, Faults::none());
         let (server, at) = device(&network, "server");
-        let limits = config().max_connections(3).max_connections_per_source(2);
+        let limits = ListenerConfig::new(config()).max_connections(3).max_connections_per_source(2);
         let bound = Listener::bind_with(&server, (at, 0), &limits);
         let listener = drive(&network, bound).await.unwrap();
-        let address = listener.local_addr();
+        let address = listener.local_addr().unwrap();
         let clients = ["one", "two", "three"].map(|name| device(&network, name).0);
         let accepted = std::sync::Mutex::new(Vec::new());
         let serve = async {
@@ -657,8 +658,10 @@ fn limits_apply_to_requests_accepted_by_the_program() {
         let network = Network::new();
         let (server, at) = device(&network, "server");
         let listener =
-            Listener::bind_with(&server, (at, 0), &config().max_connections(1)).await.unwrap();
-        let (address, (client, _)) = (listener.local_addr(), device(&network, "client"));
+            Listener::bind_with(&server, (at, 0), ListenerConfig::new(config()).max_connections(1))
+                .await
+                .unwrap();
+        let (address, (client, _)) = (listener.local_addr().unwrap(), device(&network, "client"));
         let serve = async {
             let first = listener.request().await.unwrap().accept().await.unwrap();
             let second = listener.request().await.unwrap().accept().await.unwrap_err();
@@ -685,9 +688,9 @@ fn first_message_timeout_closes_only_silent_peers() {
         let (server, at) = device(&network, "server");
         // Long enough for a first message on a busy machine.
         let limit = Duration::from_secs(3);
-        let patient = config().first_message_timeout(Some(limit));
+        let patient = ListenerConfig::new(config()).first_message_timeout(Some(limit));
         let listener = Listener::bind_with(&server, (at, 0), &patient).await.unwrap();
-        let (address, (client, _)) = (listener.local_addr(), device(&network, "client"));
+        let (address, (client, _)) = (listener.local_addr().unwrap(), device(&network, "client"));
         let connect = async || {
             let theirs = config();
             let (theirs, ours) = tokio::join!(
@@ -704,7 +707,7 @@ fn first_message_timeout_closes_only_silent_peers() {
         // application has not received it yet.
         assert_eq!(heard.close_reason(), None);
         assert_eq!(heard.recv().await.unwrap().unwrap(), "first");
-        let none = config().first_message_timeout(Some(Duration::ZERO));
+        let none = ListenerConfig::new(config()).first_message_timeout(Some(Duration::ZERO));
         assert!(Listener::bind_with(&server, (at, 0), &none).await.is_err());
     });
 }

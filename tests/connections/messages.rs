@@ -26,7 +26,7 @@ use tokio_rdma::software::{Faults, LinkCounters, Network};
 use tokio_rdma::types::Gid;
 use tokio_rdma::{
     Access, Buf, CompletionMode, CompletionQueue, Connection, ConnectionConfig, EstablishError,
-    Listener, MessageError, Pool, RemoteRegion, SetupError, cm,
+    Listener, ListenerConfig, MessageError, Pool, RemoteRegion, SetupError, cm,
 };
 
 fn everywhere<F: Future<Output = ()>>(
@@ -1027,7 +1027,6 @@ fn invalid_settings_are_refused_by_name() {
         };
         assert_eq!(small(config().receive_buffers(0)), "receive_buffers");
         assert_eq!(small(config().send_buffers(0)), "send_buffers");
-        assert_eq!(small(config().handshakes(0)), "handshakes");
         assert_eq!(small(config().receive_buffer_size(19)), "receive_buffer_size");
         assert_eq!(small(config().max_inline(19)), "max_inline");
         assert_eq!(small(config().max_send_wr(1)), "max_send_wr");
@@ -1056,6 +1055,10 @@ fn invalid_settings_are_refused_by_name() {
             .mode(CompletionMode::Event)
             .build()
             .unwrap();
+        let none = ListenerConfig::new(config()).handshakes(0);
+        let bound = Listener::bind_with(&device, connected::address(&device), none).await;
+        let least = SetupError::TooSmall { field: "handshakes", asked: 0, least: 1 };
+        assert_eq!(bound.unwrap_err(), EstablishError::Setup(least));
         let full = Connection::prepare(&pd, &config().completion_queue(&queue));
         assert!(matches!(full, Err(SetupError::CompletionQueueFull { .. })), "{full:?}");
     });
@@ -1078,7 +1081,7 @@ fn oversized_user_data_and_invalid_settings_are_refused_before_connecting() {
         }
         let listener = bind(172).await.unwrap();
         let connect = async |bytes| {
-            Connection::connect_with(&device, listener.local_addr(), &with(bytes)).await
+            Connection::connect_with(&device, listener.local_addr().unwrap(), &with(bytes)).await
         };
         assert_eq!(allowed(connect(33).await.map(drop)), 32);
         let (a, b) = soon("connect", async { tokio::try_join!(connect(32), listener.accept()) })
@@ -1132,7 +1135,7 @@ fn gid_follows_the_peer_or_source_setting_and_must_match_the_route() {
 
         let listener =
             Listener::bind_with(&device, connected::address(&device), &config()).await.unwrap();
-        let address = listener.local_addr();
+        let address = listener.local_addr().unwrap();
         let route = cm::resolve(&device, address).await.unwrap();
         let (peer, number, index) = (route.destination(), route.port(), route.gid_index());
         drop(route);
@@ -1166,7 +1169,7 @@ fn gid_follows_the_peer_or_source_setting_and_must_match_the_route() {
             Listener::bind_with(&device, connected::address(&device), &config().peer(stranger))
                 .await
                 .unwrap();
-        let address = picky.local_addr();
+        let address = picky.local_addr().unwrap();
         let asking = async {
             for _ in 0..2 {
                 match soon("reject", Connection::connect_with(&device, address, &config())).await {
@@ -1434,7 +1437,7 @@ fn silent_peer_delays_no_other_handshake() {
             config().connect_timeout(HANG).receive_buffers(4).send_buffers(4).spare_buffers(0);
         let listener =
             Listener::bind_with(&device, connected::address(&device), &config).await.unwrap();
-        let address = listener.local_addr();
+        let address = listener.local_addr().unwrap();
         let silent = silent(&device, address).await;
         let count = scaled(100);
         let connecting = async {
@@ -1473,10 +1476,11 @@ fn silent_peer_delays_no_other_handshake() {
 fn silent_peers_at_the_handshake_limit_delay_others_until_their_deadline() {
     run("bounded", || async {
         let (device, _) = device(&Network::new());
-        let config = config().connect_timeout(Duration::from_millis(300)).handshakes(1);
+        let config = config().connect_timeout(Duration::from_millis(300));
+        let one = ListenerConfig::new(config.clone()).handshakes(1);
         let listener =
-            Listener::bind_with(&device, connected::address(&device), &config).await.unwrap();
-        let address = listener.local_addr();
+            Listener::bind_with(&device, connected::address(&device), one).await.unwrap();
+        let address = listener.local_addr().unwrap();
         let _silent = silent(&device, address).await;
         // This request is handled after the silent peer has timed out.
         let patient = config.clone().connect_timeout(HANG);
@@ -1495,7 +1499,7 @@ fn dropped_accept_loses_no_connection() {
         let config = config().receive_buffers(4).send_buffers(4).spare_buffers(0);
         let listener =
             Listener::bind_with(&device, connected::address(&device), &config).await.unwrap();
-        let (address, count) = (listener.local_addr(), scaled(40));
+        let (address, count) = (listener.local_addr().unwrap(), scaled(40));
         let peers: Vec<_> = (0..count)
             .map(|number| {
                 let (device, config) =

@@ -61,7 +61,8 @@ fn grant_to_one_peer_is_refused_to_another() {
         let listener = Listener::bind_with(&device, local, &config()).await.unwrap();
         let connect = async || {
             let config = config();
-            let connecting = Connection::connect_with(&device, listener.local_addr(), &config);
+            let connecting =
+                Connection::connect_with(&device, listener.local_addr().unwrap(), &config);
             let both = async { tokio::try_join!(connecting, listener.accept()) };
             soon("connect", both).await.unwrap()
         };

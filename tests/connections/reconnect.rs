@@ -27,7 +27,8 @@ fn client_connects_again_to_a_server_that_drops_or_aborts_connections() {
         let [(near, _), (far, _)] = connected::two(&Network::new());
         let listener = Listener::bind_with(&far, address(&far), &config()).await.unwrap();
         let policy = ReconnectPolicy::default().first_delay(Duration::from_millis(1));
-        let client = Reconnect::new(&near, listener.local_addr(), &config(), policy).unwrap();
+        let client =
+            Reconnect::new(&near, listener.local_addr().unwrap(), &config(), policy).unwrap();
         for expected in 1..=3 {
             let both = async { tokio::join!(listener.accept(), client.connected()) };
             let (server, connected) = soon("connected", both).await;
@@ -51,7 +52,7 @@ fn peers_share_a_connection_and_the_one_used_least_recently_is_evicted() {
     run("peers", || async {
         let [(near, _), (far, _)] = connected::two(&Network::new());
         let listener = Listener::bind_with(&far, address(&far), &config()).await.unwrap();
-        let place = listener.local_addr();
+        let place = listener.local_addr().unwrap();
         let settings = PeerSetConfig::default().max_peers(2);
         let peers = PeerSet::new(&near, &config(), settings, move |_: &u32| async move {
             Ok::<_, std::io::Error>(place)

@@ -13,7 +13,8 @@ use tokio::task::JoinHandle;
 use tokio_rdma::connection::{BufferBudget, RefusalReason, ShutdownReport};
 use tokio_rdma::software::Network;
 use tokio_rdma::{
-    CloseReason, Connection, ConnectionConfig, Device, EstablishError, Listener, MessageError,
+    CloseReason, Connection, ConnectionConfig, Device, EstablishError, Listener, ListenerConfig,
+    MessageError,
 };
 
 use crate::connected::{self, config, pair, recv, run};
@@ -90,17 +91,17 @@ fn handles_have_the_address_and_counters_of_their_connection() {
         let listener =
             Listener::bind_with(&device, connected::address(&device), &config()).await.unwrap();
         let config = config();
-        let connecting = Connection::connect_with(&device, listener.local_addr(), &config);
+        let connecting = Connection::connect_with(&device, listener.local_addr().unwrap(), &config);
         let (theirs, ours) =
             soon("connect", async { tokio::try_join!(listener.accept(), connecting) })
                 .await
                 .unwrap();
         ours.send("hello").await.unwrap();
         assert_eq!(recv(&theirs).await, "hello");
-        let (expected, peer) = (ours.counters(), ours.peer_addr());
-        assert_eq!((expected.sent, peer), (1, Some(listener.local_addr())));
+        let (expected, peer) = (ours.counters(), ours.peer_addr().unwrap());
+        assert_eq!((expected.sent, peer), (1, listener.local_addr().unwrap()));
         let (send, receive) = (ours.clone(), ours);
-        assert_eq!((send.peer_addr(), receive.peer_addr()), (peer, peer));
+        assert_eq!((send.peer_addr().unwrap(), receive.peer_addr().unwrap()), (peer, peer));
         assert_eq!((send.counters().sent, receive.counters().sent), (1, 1));
         let (send, receive) = (theirs.clone(), theirs);
         assert_eq!((send.counters().received, receive.counters().received), (1, 1));
@@ -114,7 +115,7 @@ fn listener_is_a_stream_that_does_not_hinder_accept() {
         let config = config();
         let mut listener =
             Listener::bind_with(&device, connected::address(&device), &config).await.unwrap();
-        let address = listener.local_addr();
+        let address = listener.local_addr().unwrap();
         let connect = async || {
             let connection = Connection::connect_with(&device, address, &config).await.unwrap();
             connection.send("hello").await.unwrap();
@@ -144,13 +145,14 @@ fn connections_are_established_before_accept_up_to_the_backlog() {
     run("backlog", || async {
         let (device, _) = device(&Network::new());
         let budget = BufferBudget::new(1 << 20);
-        let config = config().budget(&budget).backlog(3);
+        let config = ListenerConfig::new(config().budget(&budget)).backlog(3);
         let listener = Listener::bind_with(&device, connected::address(&device), &config).await;
         let listener = listener.unwrap();
         let client = connected::config();
         let mut clients = Vec::new();
         for number in 0..3 {
-            let connecting = Connection::connect_with(&device, listener.local_addr(), &client);
+            let connecting =
+                Connection::connect_with(&device, listener.local_addr().unwrap(), &client);
             let client = soon("connect", connecting).await.unwrap();
             client.send(vec![number]).await.unwrap();
             // The listener's device has it, in a receive of the connection.
@@ -177,10 +179,11 @@ fn connections_beyond_the_backlog_wait_until_others_are_accepted() {
         // A kernel does not answer for the listener, so requests beyond the handshakes evict those
         // that take longer than 0.1 s.
         let handshakes = if hardware().is_some() { ALL as u32 } else { 1 };
-        let config = config().backlog(2).handshakes(handshakes);
-        let listener = Listener::bind_with(&device, connected::address(&device), &config).await;
+        let config = config();
+        let limits = ListenerConfig::new(config.clone()).backlog(2).handshakes(handshakes);
+        let listener = Listener::bind_with(&device, connected::address(&device), limits).await;
         let listener = listener.unwrap();
-        let connect = || Connection::connect_with(&device, listener.local_addr(), &config);
+        let connect = || Connection::connect_with(&device, listener.local_addr().unwrap(), &config);
         let clients = try_join_all((0..ALL).map(|_| connect()));
         let serve = async {
             // Two, and the handshakes that were running when these were complete.
@@ -208,13 +211,13 @@ fn request_returns_established_connections_first() {
         let config = config();
         let listener = Listener::bind_with(&device, connected::address(&device), &config).await;
         let listener = listener.unwrap();
-        let connect = || Connection::connect_with(&device, listener.local_addr(), &config);
+        let connect = || Connection::connect_with(&device, listener.local_addr().unwrap(), &config);
         let accepted = soon("connect", connect()).await.unwrap();
         eventually("established", || listener.stats().open == 1).await;
         let rejected = soon("connect", connect()).await.unwrap();
         eventually("established", || listener.stats().open == 2).await;
         let request = soon("request", listener.request()).await.unwrap();
-        assert_eq!(Some(request.peer_addr()), accepted.local_addr());
+        assert_eq!(request.peer_addr(), accepted.local_addr().unwrap());
         assert_eq!(request.device().name(), device.name());
         let server = soon("accept", request.accept()).await.unwrap();
         server.send("accepted").await.unwrap();
@@ -232,7 +235,7 @@ fn request_returns_established_connections_first() {
             request.accept().await.unwrap()
         };
         let (client, server) = soon("third", async { tokio::join!(connect(), decide) }).await;
-        assert_eq!(client.unwrap().local_addr(), server.peer_addr());
+        assert_eq!(client.unwrap().local_addr().unwrap(), server.peer_addr().unwrap());
     });
 }
 
@@ -251,7 +254,8 @@ fn accepted_connection_costs_at_most_three_polls_of_the_listener() {
                 accept.as_mut().poll(context)
             });
             // In a task of its own, so that only the listener wakes this one.
-            let (device, config, to) = (device.clone(), config.clone(), listener.local_addr());
+            let (device, config, to) =
+                (device.clone(), config.clone(), listener.local_addr().unwrap());
             let connecting =
                 tokio::spawn(async move { Connection::connect_with(&device, to, &config).await });
             let _server = accept.await.unwrap();
@@ -294,7 +298,7 @@ impl Service {
 
     /// Returns the client's and the service's end.
     async fn connect(&self) -> [Connection; 2] {
-        let address = self.listener.local_addr();
+        let address = self.listener.local_addr().unwrap();
         let connecting = Connection::connect_with(&self.device, address, &self.config);
         let both = async { tokio::try_join!(connecting, self.listener.accept()) };
         soon("connect", both).await.unwrap().into()
@@ -424,8 +428,11 @@ fn shutdown_aborts_at_its_limit() {
 fn shutdown_refuses_new_connections_and_releases_the_address() {
     run("refusal", || async {
         let service = Service::new().await;
-        let (device, config, address) =
-            (service.device.clone(), service.config.clone(), service.listener.local_addr());
+        let (device, config, address) = (
+            service.device.clone(),
+            service.config.clone(),
+            service.listener.local_addr().unwrap(),
+        );
         // The device does not answer by itself before `accept`, so the request waits.
         let connecting = Connection::connect_with(&device, address, &config);
         let mut connecting = pin!(connecting);

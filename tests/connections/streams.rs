@@ -24,8 +24,8 @@ use tokio_rdma::stream::{OwnedReadHalf, OwnedWriteHalf};
 use tokio_rdma::types::{Imm, Rkey};
 use tokio_rdma::{
     CloseReason, CompletionMode, CompletionQueue, Connection, ConnectionConfig, Device,
-    EstablishError, Listener, MessageError, Pool, QueuePair, RdmaListener, RdmaStream,
-    RemoteRegion, cm,
+    EstablishError, Listener, ListenerConfig, MessageError, Pool, QueuePair, RdmaListener,
+    RdmaStream, RemoteRegion, cm,
 };
 
 /// Connects two streams on one device.
@@ -595,7 +595,7 @@ fn each_violation_ends_the_stream_with_its_name() {
             let (peer, accepted) = tokio::join!(connecting, listener.accept());
             let (peer, (mut stream, _)) = (peer.unwrap(), accepted.unwrap());
             let bytes = peer.pool.copy_from(&payload).unwrap();
-            drop(soon("send", peer.qp.send_with_imm(bytes, header(kind, released))).await);
+            drop(soon("send", peer.qp.with_imm(header(kind, released)).send(bytes)).await);
             let error = soon("an error", stream.read(&mut [0; 8])).await.unwrap_err();
             assert_eq!(error.kind(), ErrorKind::InvalidData, "{what}: {error}");
             assert_eq!(reason(&error), Some(CloseReason::Violation(violation)), "{what}");
@@ -607,12 +607,12 @@ fn each_violation_ends_the_stream_with_its_name() {
         let (peer, (mut stream, _)) = (peer.unwrap(), accepted.unwrap());
         let mut frames = 0;
         while frames < 8 {
-            let send = peer.qp.send_inline_with_imm(&[frames], header(DATA, 0));
+            let send = peer.qp.with_imm(header(DATA, 0)).send_inline(&[frames]);
             soon("send", send).await.unwrap();
             frames += 1;
         }
         // The stream reads none, so the next one finds no receive.
-        drop(peer.qp.send_inline_with_imm(&[frames], header(DATA, 0)));
+        drop(peer.qp.with_imm(header(DATA, 0)).send_inline(&[frames]));
         let mut bytes = [0; 8];
         soon("bytes", stream.read_exact(&mut bytes)).await.unwrap();
         assert_eq!(bytes, [0, 1, 2, 3, 4, 5, 6, 7]);
@@ -630,7 +630,8 @@ fn other_content_is_refused_with_a_text_that_says_so() {
         let config = config();
         let messages = Listener::bind_with(&device, at, &config).await.unwrap();
         let bytes = RdmaListener::bind_with(&device, at, &config).await.unwrap();
-        let [for_messages, for_bytes] = [messages.local_addr(), bytes.local_addr().unwrap()];
+        let [for_messages, for_bytes] =
+            [messages.local_addr().unwrap(), bytes.local_addr().unwrap()];
         let stats = async || {
             let serving = tokio::spawn({
                 async move {
@@ -683,9 +684,10 @@ fn other_content_is_refused_before_accept_is_called() {
     for backlog in [0, 128] {
         run("refusal", move || async move {
             let (device, _) = device(&Network::new());
-            let (at, config) = (connected::address(&device), config().backlog(backlog));
-            let listener = Listener::bind_with(&device, at, &config).await.unwrap();
-            let address = listener.local_addr();
+            let (at, config) = (connected::address(&device), config());
+            let limits = ListenerConfig::new(config.clone()).backlog(backlog);
+            let listener = Listener::bind_with(&device, at, &limits).await.unwrap();
+            let address = listener.local_addr().unwrap();
             if backlog == 0 && torture::hardware().is_some() {
                 return;
             }
@@ -696,7 +698,7 @@ fn other_content_is_refused_before_accept_is_called() {
             let found = error.get_ref().and_then(|cause| cause.downcast_ref());
             assert_eq!(found, Some(&expected));
 
-            let listener = RdmaListener::bind_with(&device, at, &config).await.unwrap();
+            let listener = RdmaListener::bind_with(&device, at, &limits).await.unwrap();
             let address = listener.local_addr().unwrap();
             let connecting = Connection::connect_with(&device, address, &config);
             let reason = RefusalReason::OtherContent(Content::Bytes);

@@ -55,14 +55,14 @@ async fn each_operation_completes(mode: &str) {
         let receives: Vec<_> =
             (0..7).map(|_| there.srq.recv(there.buffers.try_alloc(64).unwrap())).collect();
         within("send", peer.send(home.buffer(b"0"))).await.unwrap();
-        within("send", peer.send_with_imm(home.buffer(b"1"), Imm(1))).await.unwrap();
+        within("send", peer.with_imm(Imm(1)).send(home.buffer(b"1"))).await.unwrap();
         within("send", peer.solicited().send_inline(b"2")).await.unwrap();
-        within("send", peer.send_inline_with_imm(b"3", Imm(3))).await.unwrap();
+        within("send", peer.with_imm(Imm(3)).send_inline(b"3")).await.unwrap();
         within("send", peer.try_send(home.buffer(b"4")).unwrap()).await.unwrap();
-        within("write", peer.write_with_imm(home.buffer(b"5"), there.remote(0, 1), Imm(5)))
+        within("write", peer.with_imm(Imm(5)).write(home.buffer(b"5"), there.remote(0, 1)))
             .await
             .unwrap();
-        within("write", peer.write_inline_with_imm(b"6", there.remote(0, 1), Imm(6)))
+        within("write", peer.with_imm(Imm(6)).write_inline(b"6", there.remote(0, 1)))
             .await
             .unwrap();
         for (round, receive) in receives.into_iter().enumerate() {
@@ -115,7 +115,7 @@ async fn operations_of_a_peer_stay_in_order(mode: &str) {
         let mut sends = Vec::new();
         for round in 0..MESSAGES {
             for peer in &peers {
-                sends.push(peer.clone().send_inline_with_imm(b"text", Imm(round)));
+                sends.push(peer.clone().with_imm(Imm(round)).send_inline(b"text"));
             }
         }
         // Awaits in reverse order: earlier operations progress without being polled.

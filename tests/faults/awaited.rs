@@ -12,7 +12,7 @@ use std::time::Duration;
 
 use fastrand::Rng;
 use tokio_rdma::memory::HostMemory;
-use tokio_rdma::op::{Atomic, BatchOp, Read, Received, Send};
+use tokio_rdma::op::{Atomic, BatchOp, Posting, Read, Received, Send};
 use tokio_rdma::software::{LinkCounters, Network};
 use tokio_rdma::types::{
     AckTimeout, AddressVector, Mtu, PortNum, Psn, QpAttr, QpState, RnrTimer, WcStatus,
@@ -125,7 +125,7 @@ async fn sender(
                 )
             };
             let bytes = &noise()[at..at + len];
-            let qp = if fence { qp.fenced() } else { qp.clone() };
+            let qp = if fence { qp.fenced() } else { Posting::from(&qp) };
             let imm = Imm(next as u32);
             let remote = |place: usize| grant.slice(place as u64..(place + len) as u64).unwrap();
             let expect = |bytes, imm, written| {
@@ -139,7 +139,7 @@ async fn sender(
                 }
                 1 => {
                     expect(bytes, Some(imm), None);
-                    Pending::Sent(qp.send_with_imm(pool.copy_from(bytes).unwrap(), imm), bytes)
+                    Pending::Sent(qp.with_imm(imm).send(pool.copy_from(bytes).unwrap()), bytes)
                 }
                 2 => {
                     let bytes = &bytes[..len.min(64)];
@@ -153,7 +153,7 @@ async fn sender(
                         Pending::Sent(qp.write(buffer, remote), bytes)
                     } else {
                         expect(bytes, Some(imm), Some(place));
-                        Pending::Sent(qp.write_with_imm(buffer, remote, imm), bytes)
+                        Pending::Sent(qp.with_imm(imm).write(buffer, remote), bytes)
                     };
                     place += len;
                     operation

@@ -47,7 +47,7 @@ impl Nodes {
         let address = (server.default_path().unwrap().1.gid.to_ip(), 0);
         let listener = Listener::bind_with(server, address, &config(mode)).await.unwrap();
         let config = config(mode);
-        let connecting = Connection::connect_with(client, listener.local_addr(), &config);
+        let connecting = Connection::connect_with(client, listener.local_addr().unwrap(), &config);
         let (server, client) = tokio::try_join!(listener.accept(), connecting).unwrap();
         [server, client]
     }
@@ -305,7 +305,7 @@ fn partition_that_heals_in_time_loses_nothing_and_spares_other_nodes() {
         let [server, third] = {
             let address = (nodes.devices[0].default_path().unwrap().1.gid.to_ip(), 0);
             let listener = Listener::bind(&nodes.devices[0], address).await.unwrap();
-            let connecting = Connection::connect(&third, listener.local_addr());
+            let connecting = Connection::connect(&third, listener.local_addr().unwrap());
             let (accepted, third) = tokio::try_join!(listener.accept(), connecting).unwrap();
             nodes.network.partition("client", "server").unwrap();
             client.send("delayed").await.unwrap();

@@ -26,7 +26,7 @@ async fn send(qp: QueuePair, pool: Pool, remote: RemoteRegion) {
     let mut pending = Vec::new();
     for number in 0..MESSAGES {
         let buffer = pool.copy_from(message(number)).unwrap();
-        pending.push(qp.send_with_imm(buffer, Imm(number as u32)));
+        pending.push(qp.with_imm(Imm(number as u32)).send(buffer));
     }
     for (number, one) in pending.into_iter().enumerate() {
         assert_eq!(one.await.unwrap()[..], *message(number));

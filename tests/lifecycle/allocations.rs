@@ -123,7 +123,7 @@ impl Setup {
 
     async fn write_with_imm(&self) {
         let receive = self.theirs.recv(self.buffer());
-        self.ours.write_with_imm(self.buffer(), self.remote, Imm(7)).await.unwrap();
+        self.ours.with_imm(Imm(7)).write(self.buffer(), self.remote).await.unwrap();
         assert!(receive.await.unwrap().written);
     }
 

@@ -49,7 +49,7 @@ fn closed_connections_leak_nothing() {
             for cycle in 0..cycles {
                 let own = config().receive_buffers(8).spare_buffers(4);
                 let config = if cycle % 2 == 0 { &shared } else { &own };
-                let address = listener.local_addr();
+                let address = listener.local_addr().unwrap();
                 let connecting = Connection::connect_with(&device, address, config);
                 let both = async { tokio::try_join!(connecting, listener.accept()) };
                 let (a, b) = soon("connect", both).await.unwrap();
@@ -120,7 +120,7 @@ fn tables_of_simultaneous_connections_are_freed() {
                 .receive_buffer_size(1024);
             let local = connected::address(&device);
             let listener = Listener::bind_with(&device, local, &config).await.unwrap();
-            let address = listener.local_addr();
+            let address = listener.local_addr().unwrap();
             let tasks = || tokio::runtime::Handle::current().metrics().num_alive_tasks();
             // The software device keeps a slot of 64 bytes for each registration at the maximum.
             let registered: Vec<_> = (0..many * 4 + 64).map(|_| pd.register(vec![0; 8])).collect();

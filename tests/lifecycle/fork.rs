@@ -43,8 +43,10 @@ fn child_of_fork_gets_errors_from_devices_of_its_parent() {
         let (listener, ours, theirs) = runtime.block_on(async {
             let at = a.default_path().unwrap().1.gid.to_ip();
             let listener = Listener::bind(&a, (at, 0)).await.unwrap();
-            let (ours, theirs) =
-                tokio::join!(listener.accept(), Connection::connect(&b, listener.local_addr()));
+            let (ours, theirs) = tokio::join!(
+                listener.accept(),
+                Connection::connect(&b, listener.local_addr().unwrap())
+            );
             (listener, ours.unwrap(), theirs.unwrap())
         });
         let pd = a.protection_domain().unwrap();
@@ -53,7 +55,7 @@ fn child_of_fork_gets_errors_from_devices_of_its_parent() {
         let (one, other) = pair(&pd, &queue);
         let child = || {
             Flavour::CurrentThread.runtime().block_on(async {
-                let address = listener.local_addr();
+                let address = listener.local_addr().unwrap();
                 assert_names_fork("a pool", Pool::new(&pd, 64, 1));
                 assert_names_fork("a queue", CompletionQueue::new(&a, CompletionMode::Event));
                 let send = one.send(pool.try_alloc(64).unwrap());

@@ -386,7 +386,7 @@ fn connects_and_accepts_end_whatever_will_wake_returns() {
         let address = (passive.default_path().unwrap().1.gid.to_ip(), 0);
         let listener = Listener::bind_with(&passive, address, &config);
         let listener = wakers.soon("bind", listener).await.unwrap();
-        let to = listener.local_addr();
+        let to = listener.local_addr().unwrap();
         let connect = || wakers.wrap("connect", Connection::connect_with(&active, to, &config));
         let accepted =
             async { tokio::join!(connect(), connect(), wakers.wrap("accept", listener.accept())) };

@@ -314,7 +314,7 @@ impl Awaited {
         }
         let ([device, passive], options, ip) =
             (&self.devices, ConnectionOptions::default(), self.ip);
-        let to = self.listener.local_addr();
+        let to = self.listener.local_addr().unwrap();
         let fresh = Device::software_in(&Network::new(), "fresh").unwrap();
         let make = |_: &cm::Route| panic!("no route without a runtime");
         vec![
@@ -401,7 +401,7 @@ fn deadlines_work_in_a_runtime_without_a_time_driver() {
             let (device, _) = device(&Network::new());
             let listener = Listener::bind(&device, "127.0.0.1:0").await.unwrap();
             let brief = ConnectionConfig::default().close_timeout(BRIEF);
-            let connect = Connection::connect_with(&device, listener.local_addr(), &brief);
+            let connect = Connection::connect_with(&device, listener.local_addr().unwrap(), &brief);
             let (a, b) = tokio::join!(connect, listener.accept());
             let (a, b) = (a.unwrap(), b.unwrap());
             a.send("hello").await.unwrap();
@@ -471,7 +471,7 @@ fn moved_connect_continues_or_reports_a_missing_runtime() {
                 ["one", "two"].map(|name| Device::software_in(&network, name).unwrap());
             let ip = two.default_path().unwrap().1.gid.to_ip();
             let listener = home.block_on(Listener::bind(&two, (ip, 0))).unwrap();
-            let to_there = listener.local_addr();
+            let to_there = listener.local_addr().unwrap();
             // Accepts late, so that the connect is still pending when it moves.
             let accepting = home.spawn(async move {
                 tokio::time::sleep(BRIEF).await;
@@ -495,7 +495,7 @@ fn moved_accept_continues_or_reports_a_missing_runtime() {
         bounded("an accept that moves", LONG, move || {
             let (home, (device, _)) = (Flavour::MultiThread.runtime(), device(&Network::new()));
             let listener = home.block_on(Listener::bind(&device, "127.0.0.1:0")).unwrap();
-            let to_there = listener.local_addr();
+            let to_there = listener.local_addr().unwrap();
             let connect = async || Connection::connect(&device, to_there).await;
             let (mut accept, first) =
                 (Box::pin(listener.accept()), Flavour::CurrentThread.runtime());
@@ -517,7 +517,11 @@ fn moved_accept_continues_or_reports_a_missing_runtime() {
                     home.block_on(listener.accept())
                 }
             };
-            assert_eq!(accepted.unwrap().peer_addr(), peer.local_addr(), "{to:?}");
+            assert_eq!(
+                accepted.unwrap().peer_addr().unwrap(),
+                peer.local_addr().unwrap(),
+                "{to:?}"
+            );
         });
     }
 }
@@ -581,7 +585,8 @@ fn paused_clock_does_not_affect_connections() {
                     ["one", "two"].map(|name| Device::software_in(&network, name).unwrap());
                 let ip = two.default_path().unwrap().1.gid.to_ip();
                 let listener = Listener::bind_with(&two, (ip, 0), &config).await.unwrap();
-                let connect = Connection::connect_with(&one, listener.local_addr(), &config);
+                let connect =
+                    Connection::connect_with(&one, listener.local_addr().unwrap(), &config);
                 let (a, b) = tokio::join!(connect, listener.accept());
                 let (a, b) = (a.unwrap(), b.unwrap());
                 // The sender waits for buffers, but for less than the stall timeout in real time.

@@ -81,7 +81,7 @@ fn objects_are_send_sync_unpin_and_debug() {
 #[test]
 fn connections_are_send_sync_unpin_and_debug() {
     each!(free: Connection, Listener, ConnectionRequest, PreparedConnection);
-    each!(value: ConnectionConfig, ConnectionCounters, Handshake);
+    each!(value: ConnectionConfig, ListenerConfig, ConnectionCounters, Handshake);
     each!(error: CloseReason, EstablishError, HandshakeError, MessageError, Violation);
     fn futures(connection: &Connection, listener: &Listener, device: &Device) {
         drop(sendable(connection.send("x")));
@@ -97,8 +97,9 @@ fn connections_are_send_sync_unpin_and_debug() {
 #[test]
 fn values_are_send_sync_unpin_and_debug() {
     each!(
-        value: DcAddress, DcAttr, DcKey, DcPeer, DcSender<'static>, DctTarget<'static>,
-        SendTarget<'static>
+        value: DcAddress, DcAttr, DcKey, DcPeer, DctTarget<'static>, SendTarget<'static>,
+        Posting<Destination<'static>>, Posting<Destination<'static>, Imm>,
+        Posting<&'static DcPoolPeer>, Posting<&'static DcLease>
     );
     each!(
         value: AckTimeout, AddressVector, AsyncEvent, AtomicCapability, DeviceAttr, Gid, GidEntry,

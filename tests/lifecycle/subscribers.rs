@@ -146,7 +146,7 @@ async fn use_everything(user: &User, network: &Network) {
 
     // Connections and streams: one is aborted, one is closed, one ends with its runtime.
     let listener = Listener::bind(&device, "127.0.0.1:0").await.unwrap();
-    let address = listener.local_addr();
+    let address = listener.local_addr().unwrap();
     let (accepted, connected) =
         tokio::join!(listener.accept(), Connection::connect(&other, address));
     let (served, client) = (accepted.unwrap(), Arc::new(connected.unwrap()));

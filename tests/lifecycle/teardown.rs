@@ -197,8 +197,7 @@ fn overrun(pd: &tokio_rdma::ProtectionDomain, queue: &CompletionQueue) -> Qp {
         max_recv_sge: 1,
         max_inline: 0,
     };
-    // SAFETY: the work request ids posted below belong to no operation.
-    let cq = unsafe { queue.verbs() };
+    let cq = queue.verbs();
     let raw = Qp::new(pd, cq, cq, None, &QpOptions { transport: Transport::Rc, caps }).unwrap();
     let init = QpAttr {
         pkey_index: Some(0),
@@ -213,7 +212,7 @@ fn overrun(pd: &tokio_rdma::ProtectionDomain, queue: &CompletionQueue) -> Qp {
     let list: Vec<_> =
         (0..4096).map(|number| RecvWr { wr_id: WrId(u64::MAX - number), sges: &[] }).collect();
     while queue.software_counters().is_some_and(|counters| counters.lost == 0) {
-        // SAFETY: the receives name no memory.
+        // SAFETY: the receives name no memory, and their numbers belong to no operation.
         let _ = unsafe { raw.post_recv(&list) };
     }
     raw

@@ -41,8 +41,9 @@ fn leave_root() {
 /// Listens, connects, sends messages that are fetched in both directions, and closes.
 async fn connect_and_exchange(device: &Device) {
     let bound = soon("a listener", Listener::bind(device, "127.0.0.1:0")).await.unwrap();
-    let both =
-        async { tokio::join!(bound.accept(), Connection::connect(device, bound.local_addr())) };
+    let both = async {
+        tokio::join!(bound.accept(), Connection::connect(device, bound.local_addr().unwrap()))
+    };
     let (accepted, connected) = soon("a connection", both).await;
     let (ours, theirs) = (accepted.unwrap(), connected.unwrap());
     exchange(&ours, &theirs).await;
@@ -75,7 +76,7 @@ fn connections_work_while_no_thread_can_be_started() {
         Flavour::CurrentThread.runtime().block_on(async {
             let device = Device::software_in(&Network::new(), "a").unwrap();
             let listener = Listener::bind(&device, "127.0.0.1:0").await.unwrap();
-            let address = listener.local_addr();
+            let address = listener.local_addr().unwrap();
             let (ours, theirs) =
                 tokio::join!(listener.accept(), Connection::connect(&device, address));
             let (ours, theirs) = (ours.unwrap(), theirs.unwrap());

@@ -1,7 +1,7 @@
 //! Drivers that fail to destroy objects, and devices that do not flush: memory that the device may
 //! still access is leaked.
 
-#![allow(unsafe_code, reason = "memory that records its release, and the verbs completion queue")]
+#![allow(unsafe_code, reason = "memory that records its release")]
 
 use std::future::Future;
 use std::pin::Pin;
@@ -355,8 +355,7 @@ fn failed_destruction_of_a_verbs_queue_pair_returns_an_error() {
             max_inline: 0,
         },
     };
-    // SAFETY: nothing is posted.
-    let cq = unsafe { it.queue.verbs() };
+    let cq = it.queue.verbs();
     let create = || Qp::new(&it.pd, cq, cq, None, &options).unwrap();
     create().destroy().unwrap();
     let refused = create();
@@ -367,10 +366,8 @@ fn failed_destruction_of_a_verbs_queue_pair_returns_an_error() {
 }
 
 /// Polls the queue's verbs object, which detects that the queue has failed.
-#[allow(unsafe_code, reason = "polls a queue beside its operations")]
 fn poll_verbs(queue: &CompletionQueue) {
-    // SAFETY: no verbs queue pair uses the queue, and none of its operations completes.
-    unsafe { queue.verbs() }.poll(&mut [tokio_rdma::types::WorkCompletion::EMPTY]).ok();
+    queue.verbs().poll(&mut [tokio_rdma::types::WorkCompletion::EMPTY]).ok();
 }
 
 /// Checks the documentation of [`DcTarget`]: the receives it may take are never released.

@@ -53,7 +53,7 @@ async fn serve_beside_forged(sources: u32) {
     );
     let gid = server.default_path().unwrap().1.gid;
     let listener = Listener::bind(&server, (gid.to_ip(), 0)).await.unwrap();
-    let to = listener.local_addr();
+    let to = listener.local_addr().unwrap();
     let mut forger = Forger { network: network.clone(), to, sources, sent: 0 };
     let honest = async {
         let mut kept = Vec::new();
@@ -152,7 +152,7 @@ fn measure_connect_time_during_a_udp_flood() {
         for (sources, rate) in [(0, 0), (1, 1_000), (200, 1_000), (1, 10_000), (200, 10_000)] {
             let listener =
                 Listener::bind(&server, (IpAddr::from([127, 98, 0, 1]), 0)).await.unwrap();
-            let (to, stop) = (listener.local_addr(), AtomicBool::new(false));
+            let (to, stop) = (listener.local_addr().unwrap(), AtomicBool::new(false));
             let (mut times, mut failed) = (Vec::new(), Vec::new());
             let honest = async {
                 let start = Instant::now();

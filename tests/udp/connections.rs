@@ -15,8 +15,8 @@ use tokio_rdma::op::{ConnectOptions, Recv};
 use tokio_rdma::types::{AckTimeout, WcStatus};
 use tokio_rdma::{
     Access, BufMut, CloseReason, CompletionMode, CompletionQueue, Connection, ConnectionConfig,
-    Device, EstablishError, Listener, MessageError, Pool, ProtectionDomain, QueuePair,
-    RemoteRegion,
+    Device, EstablishError, Listener, ListenerConfig, MessageError, Pool, ProtectionDomain,
+    QueuePair, RemoteRegion,
 };
 
 /// Environment variable that is set in the other process.
@@ -111,14 +111,12 @@ fn the_peer() {
     Flavour::MultiThread.runtime().block_on(async {
         let device = device();
         let ip = device.default_path().unwrap().1.gid.to_ip();
-        let listener =
-            Listener::bind_with(&device, (ip, 0), &config().user_data("from the peer").backlog(0))
-                .await
-                .unwrap();
+        let config = ListenerConfig::new(config().user_data("from the peer")).backlog(0);
+        let listener = Listener::bind_with(&device, (ip, 0), config).await.unwrap();
         let plain = cm::Listener::bind(&device, "0.0.0.0:0").await.unwrap();
         let plain_address = SocketAddr::new(ip, plain.local_addr().port());
         let mut out = std::io::stdout();
-        writeln!(out, "PEER {} {plain_address}", listener.local_addr()).unwrap();
+        writeln!(out, "PEER {} {plain_address}", listener.local_addr().unwrap()).unwrap();
         tokio::spawn(serve(listener));
         tokio::spawn(answer(plain, device.clone()));
         let input_closed = tokio::task::spawn_blocking(|| std::io::stdin().read(&mut [0]).unwrap());
@@ -202,7 +200,7 @@ fn thousand_messages_of_mixed_sizes_are_echoed() {
         let (peer, device) = (Peer::start(), device());
         let connection = peer.connect(&device, "echo").await.unwrap();
         assert_eq!(connection.user_data(), "from the peer");
-        assert_eq!(connection.peer_addr(), Some(peer.address));
+        assert_eq!(connection.peer_addr().unwrap(), peer.address);
         // Around the MTU, a receive buffer and the longest copied message, and many packets long.
         let lengths = [
             0, 1, 5, 64, 1023, 1024, 1025, 4095, 4096, 4097, 16_384, 16_385, 65_536, 65_537,

@@ -96,7 +96,7 @@ fn clients_get_distinct_addresses_and_reach_the_service() {
     }
     let scenario = async {
         let listener = Listener::bind(&server, (at, 0)).await.unwrap();
-        let address = listener.local_addr();
+        let address = listener.local_addr().unwrap();
         for (client, from) in clients.iter().zip([one, two]) {
             let (theirs, ours) =
                 tokio::join!(Connection::connect(client, address), listener.accept());
@@ -228,8 +228,8 @@ fn link_local_addresses_work_with_the_scope_of_the_interface() {
         // The interface lo has index 1.
         for scope in [0, 1] {
             let listener = Listener::bind(&server, at(0, scope)).await.unwrap();
-            let port = listener.local_addr().port();
-            assert_eq!(listener.local_addr(), at(port, 1));
+            let port = listener.local_addr().unwrap().port();
+            assert_eq!(listener.local_addr().unwrap(), at(port, 1));
             let connecting = Connection::connect(&client, at(port, scope));
             let (ours, theirs) = tokio::join!(connecting, listener.accept());
             let (ours, theirs) = (ours.unwrap(), theirs.unwrap());

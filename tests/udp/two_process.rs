@@ -172,9 +172,10 @@ async fn every_operation(end: &End, meeting: &mut Meeting, role: Role, lengths: 
             if active {
                 meeting.meet().await;
                 qp.send(end.buffer(&bytes)).await.unwrap();
-                qp.send_with_imm(end.buffer(&bytes), Imm(len as u32)).await.unwrap();
+                qp.with_imm(Imm(len as u32)).send(end.buffer(&bytes)).await.unwrap();
                 qp.write(end.buffer(&bytes), end.remote).await.unwrap();
-                qp.write_with_imm(end.buffer(&bytes[..len / 2]), end.remote, Imm(!0))
+                qp.with_imm(Imm(!0))
+                    .write(end.buffer(&bytes[..len / 2]), end.remote)
                     .await
                     .unwrap();
                 meeting.meet().await;
@@ -265,7 +266,7 @@ async fn leases(end: &End, meeting: &mut Meeting, role: Role) {
             let lent = RemoteRegion::from_bytes(&meeting.swap(&[]).await).unwrap();
             end.qp.write(end.buffer(&[7; 100]), lent).await.unwrap();
             assert_eq!(end.qp.read(end.alloc(100), lent).await.unwrap()[..], [7; 100]);
-            end.qp.send_with_invalidate(end.buffer(b"done"), lent).await.unwrap();
+            end.qp.invalidating(lent).send(end.buffer(b"done")).await.unwrap();
             meeting.meet().await;
         } else {
             let memory = HostMemory::zeroed(100).unwrap();

@@ -98,14 +98,11 @@ unsafe impl Send for Context {}
 unsafe impl Sync for Context {}
 
 impl Context {
-    /// Returns the C library's handle.
+    /// Returns the C library's handle, which is valid while this object lives.
     ///
-    /// # Safety
-    ///
-    /// Valid while this object lives. The caller must neither close it nor take its asynchronous
-    /// events.
+    /// Unsafe calls with it must neither close it nor take its asynchronous events.
     #[must_use]
-    pub const unsafe fn as_raw(&self) -> NonNull<ibv_context> {
+    pub const fn as_raw(&self) -> NonNull<ibv_context> {
         self.raw
     }
 

@@ -30,13 +30,11 @@ unsafe impl Send for Cq {}
 unsafe impl Sync for Cq {}
 
 impl Cq {
-    /// Returns the C library's handle.
+    /// Returns the C library's handle, which is valid while this object lives.
     ///
-    /// # Safety
-    ///
-    /// Valid while this object lives. The caller must neither destroy nor poll it.
+    /// Unsafe calls with it must neither destroy nor poll it.
     #[must_use]
-    pub const unsafe fn as_raw(&self) -> NonNull<ibv_cq> {
+    pub const fn as_raw(&self) -> NonNull<ibv_cq> {
         self.raw
     }
 

@@ -18,13 +18,11 @@ pub struct Mr {
 }
 
 impl Mr {
-    /// Returns the C library's handle.
+    /// Returns the C library's handle, which is valid while this object lives.
     ///
-    /// # Safety
-    ///
-    /// Valid while this object lives. The caller must neither deregister nor re-register it.
+    /// Unsafe calls with it must neither deregister nor re-register it.
     #[must_use]
-    pub const unsafe fn as_raw(&self) -> NonNull<ibv_mr> {
+    pub const fn as_raw(&self) -> NonNull<ibv_mr> {
         self.raw.get()
     }
 

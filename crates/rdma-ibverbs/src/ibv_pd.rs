@@ -41,13 +41,11 @@ unsafe impl Send for Pd {}
 unsafe impl Sync for Pd {}
 
 impl Pd {
-    /// Returns the C library's handle.
+    /// Returns the C library's handle, which is valid while this object lives.
     ///
-    /// # Safety
-    ///
-    /// The handle is valid while this object lives. The caller must neither destroy nor change it.
+    /// Unsafe calls with it must neither destroy nor change it.
     #[must_use]
-    pub const unsafe fn as_raw(&self) -> NonNull<ibv_pd> {
+    pub const fn as_raw(&self) -> NonNull<ibv_pd> {
         self.raw
     }
 

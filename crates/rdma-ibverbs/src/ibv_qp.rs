@@ -129,13 +129,11 @@ impl Created {
 }
 
 impl Qp {
-    /// Returns the C library's handle.
+    /// Returns the C library's handle, which is valid while this object lives.
     ///
-    /// # Safety
-    ///
-    /// Valid while this object lives. The caller must neither destroy nor modify it.
+    /// Unsafe calls with it must neither destroy nor modify it.
     #[must_use]
-    pub const unsafe fn as_raw(&self) -> NonNull<ibv_qp> {
+    pub const fn as_raw(&self) -> NonNull<ibv_qp> {
         self.raw.get()
     }
 

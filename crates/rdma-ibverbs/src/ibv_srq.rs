@@ -23,13 +23,11 @@ pub struct Srq {
 }
 
 impl Srq {
-    /// Returns the C library's handle.
+    /// Returns the C library's handle, which is valid while this object lives.
     ///
-    /// # Safety
-    ///
-    /// Valid while this object lives. The caller must neither destroy nor resize it.
+    /// Unsafe calls with it must neither destroy nor resize it.
     #[must_use]
-    pub const unsafe fn as_raw(&self) -> NonNull<ibv_srq> {
+    pub const fn as_raw(&self) -> NonNull<ibv_srq> {
         self.raw.get()
     }
 

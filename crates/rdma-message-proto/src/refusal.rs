@@ -10,9 +10,9 @@ use crate::handshake::{Content, Handshake};
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum RefusalReason {
-    /// The listener has reached `ConnectionConfig::max_connections`.
+    /// The listener has reached `ListenerConfig::max_connections`.
     ListenerFull,
-    /// The peer's address has reached `ConnectionConfig::max_connections_per_source`.
+    /// The peer's address has reached `ListenerConfig::max_connections_per_source`.
     SourceFull,
     /// The listener shuts down.
     ShuttingDown,
@@ -68,10 +68,10 @@ impl fmt::Display for RefusalReason {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match self {
             Self::ListenerFull => {
-                "the listener has reached its limit ConnectionConfig::max_connections"
+                "the listener has reached its limit ListenerConfig::max_connections"
             }
             Self::SourceFull => {
-                "the listener has reached its limit ConnectionConfig::max_connections_per_source \
+                "the listener has reached its limit ListenerConfig::max_connections_per_source \
                  for this address"
             }
             Self::ShuttingDown => "the listener shuts down",

@@ -60,12 +60,12 @@ fn errors_have_their_exact_texts() {
     texts!(RefusalReason, {
         RefusalReason::ListenerFull => [
             RefusalReason::ListenerFull =>
-                "the listener has reached its limit ConnectionConfig::max_connections",
+                "the listener has reached its limit ListenerConfig::max_connections",
         ],
         RefusalReason::SourceFull => [
             RefusalReason::SourceFull =>
                 "the listener has reached its limit \
-                 ConnectionConfig::max_connections_per_source for this address",
+                 ListenerConfig::max_connections_per_source for this address",
         ],
         RefusalReason::ShuttingDown => [
             RefusalReason::ShuttingDown => "the listener shuts down",

@@ -10,7 +10,9 @@ use std::time::Duration;
 use futures::Stream;
 use tokio::net::ToSocketAddrs;
 use tokio::time::{Sleep, sleep};
-use tokio_rdma::{ConnectionConfig, Device, EstablishError, RdmaListener};
+#[cfg(doc)]
+use tokio_rdma::ConnectionConfig;
+use tokio_rdma::{Device, EstablishError, ListenerConfig, RdmaListener};
 
 use crate::stream::HttpStream;
 
@@ -57,7 +59,8 @@ impl HttpListener {
         Ok(RdmaListener::bind(device, address).await?.into())
     }
 
-    /// Listens at the first usable address. Port 0 selects a free port.
+    /// Listens at the first usable address. Port 0 selects a free port. `config` is a
+    /// [`ListenerConfig`], or only the [`ConnectionConfig`] of the streams.
     ///
     /// # Errors
     ///
@@ -69,7 +72,7 @@ impl HttpListener {
     pub async fn bind_with(
         device: &Device,
         address: impl ToSocketAddrs + std::fmt::Debug,
-        config: &ConnectionConfig,
+        config: impl Into<ListenerConfig>,
     ) -> io::Result<Self> {
         Ok(RdmaListener::bind_with(device, address, config).await?.into())
     }

@@ -37,7 +37,7 @@ const ATTEMPT: Duration = Duration::from_secs(1);
 /// #     Server::bind(&device, "127.0.0.1:0", layout).await?,
 /// #     Server::bind(&device, "127.0.0.1:0", layout).await?,
 /// # );
-/// let servers = [first.local_addr(), second.local_addr()];
+/// let servers = [first.local_addr()?, second.local_addr()?];
 /// let running = tokio::spawn(first.run());
 /// tokio::spawn(second.run());
 ///

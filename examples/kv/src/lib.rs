@@ -20,7 +20,7 @@
 //! # async fn main() -> Result<(), Box<dyn std::error::Error>> {
 //! let device = Device::software()?;
 //! let server = Server::bind(&device, "127.0.0.1:0", Layout::new(1024, 4, 32, 256)?).await?;
-//! let address = server.local_addr();
+//! let address = server.local_addr()?;
 //! tokio::spawn(server.run());
 //!
 //! let client = KvClient::connect(&device, address).await?;

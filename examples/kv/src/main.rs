@@ -53,7 +53,7 @@ async fn run(command: Command) -> Result<()> {
             let device = Device::open_default_at(listen.ip())?;
             let server = Server::bind(&device, listen, table.layout()?).await?;
             // Scripts wait for this line.
-            println!("listening on {} with {}", server.local_addr(), device.name());
+            println!("listening on {} with {}", server.local_addr()?, device.name());
             match server.run().await? {}
         }
         Command::Get { client, by_message, key } => {

@@ -77,7 +77,7 @@ impl LocalServer {
             let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build()?;
             runtime.block_on(async {
                 let server = Server::bind(&device, (device::address(&device)?, 0), layout).await?;
-                address_sender.send(server.local_addr()).ok();
+                address_sender.send(server.local_addr()?).ok();
                 tokio::select! {
                     ended = server.run() => match ended? {},
                     _ = stopped => Ok(()),

@@ -59,8 +59,11 @@ impl Server {
     }
 
     /// Returns the address of the listener.
-    #[must_use]
-    pub fn local_addr(&self) -> SocketAddr {
+    ///
+    /// # Errors
+    ///
+    /// See [`Listener::local_addr`].
+    pub fn local_addr(&self) -> std::io::Result<SocketAddr> {
         self.listener.local_addr()
     }
 

@@ -39,7 +39,7 @@ impl Fixture {
         let device = Device::software_in(&Network::new(), "one").unwrap();
         let layout = Layout::new(1, 2, 8, LONGEST as u32).unwrap();
         let server = Server::bind(&device, "127.0.0.1:0", layout).await.unwrap();
-        let (table, address) = (server.table().clone(), server.local_addr());
+        let (table, address) = (server.table().clone(), server.local_addr().unwrap());
         let server = tokio::spawn(async move { drop(server.run().await) });
         let config = config.deadline(TIMEOUT).torn_retries(RETRIES);
         let client = Arc::new(KvClient::connect_with(&device, address, config).await.unwrap());

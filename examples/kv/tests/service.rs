@@ -27,7 +27,7 @@ struct Running {
 impl Running {
     async fn new(device: &Device, layout: Layout) -> Self {
         let server = Server::bind(device, "127.0.0.1:0", layout).await.unwrap();
-        let address = server.local_addr();
+        let address = server.local_addr().unwrap();
         Self { address, task: tokio::spawn(async move { drop(server.run().await) }) }
     }
 }
@@ -220,7 +220,7 @@ impl FakeServer {
     ) -> Self {
         let config = ConnectionConfig::default().protection_domain(pd).user_data(user_data);
         let listener = Listener::bind_with(device, "127.0.0.1:0", &config).await.unwrap();
-        let address = listener.local_addr();
+        let address = listener.local_addr().unwrap();
         let task = tokio::spawn(async move {
             if let Ok(connection) = listener.accept().await {
                 serve(connection).await;

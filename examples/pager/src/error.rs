@@ -165,6 +165,9 @@ pub enum StartError {
     /// The owner cannot listen at its address.
     #[error(transparent)]
     Listen(#[from] EstablishError),
+    /// The address of the owner's listener is unknown.
+    #[error(transparent)]
+    Address(#[from] std::io::Error),
     /// The memory to lend cannot be allocated.
     #[error("failed to allocate {bytes} bytes: {cause}")]
     Memory {

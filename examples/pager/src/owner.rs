@@ -78,7 +78,7 @@ impl Owner {
             .map_err(|error| StartError::Fill(error.into()))?;
         filled.map_err(|error| StartError::Fill(std::io::Error::other(error)))?;
         let listener = Listener::bind_with(device, config.address, &connection(&pd)).await?;
-        let (address, replica) = (listener.local_addr(), config.replica);
+        let (address, replica) = (listener.local_addr()?, config.replica);
         let share = Share { address, first, region: region.grant(), replica };
         // Serve before joining, so that the first client finds the listener ready.
         let mut serving = JoinSet::new();

@@ -292,7 +292,7 @@ impl Lane {
             (Verb::Send, false) => Posted::One(qp.send(buffer), buffers),
             (Verb::Write, false) => Posted::One(qp.write(buffer, remote), buffers),
             (Verb::WriteImm, _) => {
-                Posted::One(qp.write_with_imm(buffer, remote, imm(slot)), buffers)
+                Posted::One(qp.with_imm(imm(slot)).write(buffer, remote), buffers)
             }
             (Verb::Read, _) => Posted::One(qp.read(buffer, remote), buffers),
             (other, _) => return Err(format!("{other} is not an operation of a queue pair").into()),
@@ -455,7 +455,7 @@ async fn answer(
             (Work::Latency, Verb::Send) if case.inline => qp.send_inline(&buffer).await?,
             (Work::Latency, Verb::Send) => buffer = qp.send(buffer).await?,
             (Work::Latency, _) => {
-                reply = qp.write_with_imm(reply, remote.slice(..case.size as u64)?, imm(0)).await?
+                reply = qp.with_imm(imm(0)).write(reply, remote.slice(..case.size as u64)?).await?
             }
             (Work::Bandwidth, _) if since == case.ack_interval() => {
                 qp.send_inline(&[]).await?;

@@ -147,7 +147,7 @@ async fn connections(
 ) -> Result<Entry> {
     let ip = server.default_path()?.1.gid.to_ip();
     let listener = Listener::bind(server, SocketAddr::new(ip, 0)).await?;
-    let address = listener.local_addr();
+    let address = listener.local_addr()?;
     let mut serving = JoinSet::new();
     serving.spawn(async move {
         let mut closing = JoinSet::new();

@@ -185,7 +185,7 @@ impl Unaccepted {
     }
 
     pub(super) fn peer_addr(&self) -> SocketAddr {
-        let Some(address) = self.get().peer_addr() else {
+        let Ok(address) = self.get().peer_addr() else {
             unreachable!("a listener connects by address")
         };
         address

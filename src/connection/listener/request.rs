@@ -99,8 +99,8 @@ impl ConnectionRequest {
         }
     }
 
-    /// Accepts with these settings, except for the connection limits. If the device or the listener
-    /// has already answered the peer, all settings are the listener's.
+    /// Accepts with these settings, within the limits of the listener. If the device or the
+    /// listener has already answered the peer, all settings are the listener's.
     ///
     /// Waits for the confirmation for at most
     /// [`connect_timeout`](ConnectionConfig::connect_timeout). After 0.1 s, another request that
@@ -123,7 +123,11 @@ impl ConnectionRequest {
         config: &ConnectionConfig,
     ) -> Result<Connection, EstablishError> {
         match self.0 {
-            State::Requested(request) => request.accept_with(config).await,
+            State::Requested(request) => {
+                let first_message_timeout = request.config.first_message_timeout;
+                let config = ConnectionConfig { first_message_timeout, ..config.clone() };
+                request.accept_with(&config).await
+            }
             State::Established(connection) => Ok(connection.accept()),
         }
     }

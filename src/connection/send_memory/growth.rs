@@ -17,9 +17,7 @@ impl ConnectionState {
         match self.memory.send.take(len) {
             Ok(buffer) => Ok(Ok(buffer)),
             Err(PoolError::Empty) => self.grow_send_memory(len, frames),
-            Err(PoolError::TooLong(limit) | PoolError::TooMany(limit)) => {
-                Err(MessageError::TooLong(limit))
-            }
+            Err(PoolError::Limit(limit)) => Err(MessageError::TooLong(limit)),
             Err(PoolError::Register(error)) => Err(MessageError::Register(error)),
         }
     }

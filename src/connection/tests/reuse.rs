@@ -31,7 +31,7 @@ async fn listen(device: &Device) -> Listener {
 
 async fn connect(device: &Device, listener: &Listener) -> [Connection; 2] {
     let config = small();
-    let connecting = Connection::connect_with(device, listener.local_addr(), &config);
+    let connecting = Connection::connect_with(device, listener.local_addr().unwrap(), &config);
     let (ours, theirs) = tokio::try_join!(connecting, listener.accept()).unwrap();
     [ours, theirs]
 }
@@ -76,7 +76,7 @@ fn closed_connection_leaves_its_resources_to_the_next() {
         }
         // Other settings need other buffers.
         let other = small().receive_buffer_size(4096);
-        let connecting = Connection::connect_with(&device, listener.local_addr(), &other);
+        let connecting = Connection::connect_with(&device, listener.local_addr().unwrap(), &other);
         let (ours, _theirs) = tokio::try_join!(connecting, listener.accept()).unwrap();
         assert!(!known.contains(&ours.protection_domain().id()));
         assert_eq!(cache.idle(), 1);
@@ -146,7 +146,7 @@ fn queue_of_the_settings_is_released_with_its_connection() {
         let state = Arc::downgrade(queue.shared());
         let config = small().completion_queue(&queue);
         let listener = Listener::bind(&device, "127.0.0.1:0").await.unwrap();
-        let connecting = Connection::connect_with(&device, listener.local_addr(), &config);
+        let connecting = Connection::connect_with(&device, listener.local_addr().unwrap(), &config);
         let (ours, theirs) = tokio::try_join!(connecting, listener.accept()).unwrap();
         close([ours, theirs]).await;
         drop((queue, config));

@@ -9,8 +9,8 @@ use futures::future::{join_all, poll_immediate};
 use super::silent_peer::SilentPeer;
 use crate::cm::{ConnectError, ConnectStep};
 use crate::connection::{
-    CloseReason, Connection, ConnectionConfig, EstablishError, Listener, MessageError,
-    RefusalReason,
+    CloseReason, Connection, ConnectionConfig, EstablishError, Listener, ListenerConfig,
+    MessageError, RefusalReason,
 };
 use crate::contained::tests::HANG;
 use crate::software::Network;
@@ -30,8 +30,8 @@ struct Sides {
 
 impl Sides {
     /// Creates a listener whose device answers requests from now on, which nothing accepts.
-    async fn new(config: &ConnectionConfig) -> Self {
-        let config = &config.clone().backlog(0);
+    async fn new(config: impl Into<ListenerConfig>) -> Self {
+        let config = config.into().backlog(0);
         let network = Network::new();
         let (server, client) = (
             Device::software_in(&network, "server").unwrap(),
@@ -40,7 +40,7 @@ impl Sides {
         let address = server.default_path().unwrap().1.gid.to_ip();
         let listener = Listener::bind_with(&server, (address, 0), config).await.unwrap();
         assert!(poll_immediate(Box::pin(listener.accept())).await.is_none());
-        let address = listener.local_addr();
+        let address = listener.local_addr().unwrap();
         Self { network, client, listener, address }
     }
 
@@ -157,7 +157,7 @@ fn service_that_accepts_requests_one_by_one_serves_peers_behind_silent_ones() {
 fn answered_peers_beyond_the_limit_learn_the_refusal_reason() {
     const ALL: usize = 20;
     run(|| async {
-        let sides = Sides::new(&ConnectionConfig::default().max_connections(2)).await;
+        let sides = Sides::new(ListenerConfig::default().max_connections(2)).await;
         let serve = async {
             let mut kept = Vec::new();
             loop {

@@ -5,7 +5,7 @@ use std::time::Instant;
 
 use super::silent_peer::SilentPeer;
 use crate::connection::listener::GRACE;
-use crate::connection::{Connection, ConnectionConfig, Listener};
+use crate::connection::{Connection, Listener, ListenerConfig};
 use crate::contained::tests::HANG;
 use crate::software::Network;
 use crate::verbs::Device;
@@ -25,20 +25,20 @@ impl FloodedListener {
             Device::software_in(&network, "client").unwrap(),
         );
         let gid = server.default_path().unwrap().1.gid;
-        let config = ConnectionConfig::default().handshakes(handshakes);
+        let config = ListenerConfig::default().handshakes(handshakes);
         let listener = Listener::bind_with(&server, (gid.to_ip(), 0), &config).await.unwrap();
         listener.never_answer();
         let mut silent_peers: Vec<_> = (0..sources)
             .map(|number| SilentPeer::new(&network, &format!("stranger{number}")))
             .collect();
         for number in 0..requests {
-            silent_peers[number % sources].request(listener.local_addr());
+            silent_peers[number % sources].request(listener.local_addr().unwrap());
         }
         Self { client, listener, _silent_peers: silent_peers }
     }
 
     async fn connect(&self) -> (Connection, Connection) {
-        let connecting = Connection::connect(&self.client, self.listener.local_addr());
+        let connecting = Connection::connect(&self.client, self.listener.local_addr().unwrap());
         let (theirs, ours) = tokio::join!(connecting, self.listener.accept());
         (theirs.expect("a working client connects"), ours.unwrap())
     }

@@ -20,7 +20,7 @@ fn sender_behind_a_withdrawn_one_is_woken() {
         let [client, server] =
             ["client", "server"].map(|name| Device::software_in(&network, name).unwrap());
         let listener = Listener::bind(&server, "127.0.0.1:0").await.unwrap();
-        let connecting = Connection::connect(&client, listener.local_addr());
+        let connecting = Connection::connect(&client, listener.local_addr().unwrap());
         let (accepted, connected) = tokio::join!(listener.accept(), connecting);
         let (_server, client) = (accepted.unwrap(), connected.unwrap());
         // The peer cannot return credits.

@@ -11,10 +11,10 @@ use smallvec::SmallVec;
 
 use super::core::{Core, Member};
 use super::pooled::{Entry, PooledOperation, Waiting, Work};
-use crate::dc::{DcPeer, DcSender};
+use crate::dc::DcPeer;
 use crate::engine::WorkQueue;
 use crate::error::{CompletionError, OpError, OpErrorKind, TryError};
-use crate::op::Destination;
+use crate::op::{Destination, Poster, Send as Sending, SendRequest};
 use crate::types::SendFlags;
 
 /// A peer leaves a shared initiator only for one with this many fewer work requests: a switch costs
@@ -96,15 +96,9 @@ impl PeerState {
 }
 
 pub(super) struct Grant<'a> {
-    pub(super) to: DcSender<'a>,
+    to: Destination<'a>,
     member: &'a Member,
     own: &'a mut PeerState,
-}
-
-impl<'a> Grant<'a> {
-    fn destination(self, flags: SendFlags) -> Destination<'a> {
-        DcSender { flags, ..self.to }.destination()
-    }
 }
 
 struct PostGuard<'a> {
@@ -131,11 +125,7 @@ impl Drop for PostGuard<'_> {
 impl Peer {
     #[inline]
     pub(super) fn grant<'a>(&'a self, member: &'a Member, own: &'a mut PeerState) -> Grant<'a> {
-        Grant {
-            to: DcSender { flags: SendFlags::empty(), ..member.initiator.to(&self.to) },
-            member,
-            own,
-        }
+        Grant { to: member.initiator.destination(&self.to), member, own }
     }
 
     /// `for_lease`: see [`must_yield`](super::core::Core::must_yield).
@@ -235,8 +225,8 @@ impl Peer {
 
 /// A peer of a [`DcPool`](super::DcPool), on any of its initiators. Clones refer to the same peer.
 ///
-/// Operations work like the methods of [`DcSender`]. Without an initiator, an operation is queued,
-/// and posted when the peer gets one, even if it is not polled.
+/// Operations work like those of [`DcInitiator::to`](super::DcInitiator::to). Without an initiator,
+/// an operation is queued, and posted when the peer gets one, even if it is not polled.
 ///
 /// Operations are posted in call order over all clones, and arrive in that order on one initiator.
 /// Operations called before a failure was seen are flushed, or executed on a repaired initiator in
@@ -245,13 +235,12 @@ impl Peer {
 #[derive(Clone)]
 pub struct DcPoolPeer {
     peer: Arc<Peer>,
-    flags: SendFlags,
 }
 
 impl DcPoolPeer {
     pub(super) fn new(core: Arc<Core>, to: DcPeer) -> Self {
         let peer = Arc::new(Peer { core, to, state: Mutex::new(PeerState::default()) });
-        Self { peer, flags: SendFlags::empty() }
+        Self { peer }
     }
 
     /// Returns the target, also for initiators outside the pool.
@@ -277,18 +266,6 @@ impl DcPoolPeer {
         self.peer.state.lock().waiting().len()
     }
 
-    /// Returns a handle to the same peer with the operations of [`DcSender::fenced`].
-    #[must_use]
-    pub fn fenced(&self) -> Self {
-        Self { peer: self.peer.clone(), flags: self.flags | SendFlags::FENCE }
-    }
-
-    /// Returns a handle to the same peer with the messages of [`DcSender::solicited`].
-    #[must_use]
-    pub fn solicited(&self) -> Self {
-        Self { peer: self.peer.clone(), flags: self.flags | SendFlags::SOLICITED }
-    }
-
     /// Leases an initiator for a burst of operations to this peer, until the lease is dropped.
     ///
     /// Treat the lease like a lock: a task with a lease that awaits another lease, or an operation
@@ -304,7 +281,7 @@ impl DcPoolPeer {
     ///
     /// Dropping the future leaves the queue, or returns an initiator that was already assigned.
     pub fn borrow(&self) -> PooledOperation<PendingDcLease> {
-        let (peer, flags) = (self.peer.clone(), self.flags);
+        let peer = self.peer.clone();
         self.peer.submit(true, move |grant| {
             let lease = grant.map(|Grant { member, own, .. }| {
                 own.leases += 1;
@@ -313,43 +290,48 @@ impl DcPoolPeer {
                     epoch: own.epoch,
                     generation: member.generation(),
                     peer,
-                    flags,
                 }
             });
             PendingDcLease::new(lease)
         })
     }
+}
 
-    pub(in crate::dc) fn submit<F, W>(&self, work: W) -> PooledOperation<F>
+impl Poster for &DcPoolPeer {
+    type Posted<F> = PooledOperation<F>;
+
+    fn submit<F, W>(self, flags: SendFlags, work: W) -> PooledOperation<F>
     where
         F: Send + 'static,
-        W: for<'g> FnOnce(Destination<'g>) -> F + Send + 'static,
+        W: FnOnce(Destination<'_>) -> F + Send + 'static,
     {
-        let flags = self.flags;
         self.peer.submit(false, move |grant| {
-            work(grant.map_or_else(Destination::refused, |grant| grant.destination(flags)))
+            work(grant.map_or_else(Destination::refused, |grant| grant.to.with_flags(flags)))
         })
     }
 
-    pub(in crate::dc) fn submit_inline<F, W>(&self, bytes: &[u8], work: W) -> PooledOperation<F>
-    where
-        F: Send + 'static,
-        W: for<'g> FnOnce(Destination<'g>, &[u8]) -> F + Send + 'static,
-    {
+    fn submit_inline(
+        self,
+        flags: SendFlags,
+        request: SendRequest,
+        bytes: &[u8],
+    ) -> PooledOperation<Sending<()>> {
         if let Some(mut guard) = self.peer.try_enter(false) {
-            return PooledOperation::posted(work(guard.grant().destination(self.flags), bytes));
+            let to = guard.grant().to.with_flags(flags);
+            return PooledOperation::posted(to.post_inline(request, bytes));
         }
         let bytes: SmallVec<[u8; 64]> = SmallVec::from_slice(bytes);
-        self.submit(move |to| work(to, &bytes))
+        self.submit(flags, move |to| to.post_inline(request, &bytes))
     }
 
-    pub(in crate::dc) fn try_submit<F, B>(
-        &self,
+    fn try_submit<F, B>(
+        self,
+        flags: SendFlags,
         held: B,
         work: impl FnOnce(Destination<'_>, B) -> Result<F, TryError<B>>,
     ) -> Result<F, TryError<B>> {
         match self.peer.try_enter(false) {
-            Some(mut guard) => work(guard.grant().destination(self.flags), held),
+            Some(mut guard) => work(guard.grant().to.with_flags(flags), held),
             None => Err(match self.peer.core.refusal() {
                 Some(kind) => TryError::Refused(OpError::new(kind, held)),
                 None => TryError::Full(held),
@@ -371,35 +353,20 @@ impl fmt::Debug for DcPoolPeer {
     }
 }
 
-/// An initiator of a [`DcPool`](super::DcPool), leased to one peer. Its operations work like the
-/// methods of [`DcSender`].
+/// An initiator of a [`DcPool`](super::DcPool), leased to one peer. Its operations work like those
+/// of [`DcInitiator::to`](super::DcInitiator::to).
 ///
 /// Once any operation on the initiator fails, all later operations of the lease fail as flushed
 /// ([`WR_FLUSH_ERR`](crate::types::WcStatus::WR_FLUSH_ERR)). The initiator is repaired meanwhile,
 /// for a new lease.
 pub struct DcLease {
     peer: Arc<Peer>,
-    flags: SendFlags,
     at: usize,
     epoch: u64,
     generation: u32,
 }
 
 impl DcLease {
-    /// Fences later operations, see [`DcSender::fenced`].
-    #[must_use]
-    pub fn fenced(mut self) -> Self {
-        self.flags |= SendFlags::FENCE;
-        self
-    }
-
-    /// Makes later messages solicited, see [`DcSender::solicited`].
-    #[must_use]
-    pub fn solicited(mut self) -> Self {
-        self.flags |= SendFlags::SOLICITED;
-        self
-    }
-
     fn enter<R>(&self, work: impl FnOnce(Result<Destination<'_>, OpErrorKind>) -> R) -> R {
         let mut own = self.peer.state.lock();
         let member = &self.peer.core.members[self.at];
@@ -415,28 +382,32 @@ impl DcLease {
         }
         own.used = own.used.saturating_add(1);
         let mut guard = PostGuard { own, gate, peer: &self.peer, member };
-        work(Ok(guard.grant().destination(self.flags)))
+        work(Ok(guard.grant().to))
+    }
+}
+
+impl Poster for &DcLease {
+    type Posted<F> = F;
+
+    fn submit<F, W: FnOnce(Destination<'_>) -> F>(self, flags: SendFlags, work: W) -> F {
+        self.enter(|to| work(to.map_or_else(Destination::refused, |to| to.with_flags(flags))))
     }
 
-    pub(in crate::dc) fn submit<F>(&self, work: impl FnOnce(Destination<'_>) -> F) -> F {
-        self.enter(|to| work(to.unwrap_or_else(Destination::refused)))
+    fn submit_inline(self, flags: SendFlags, request: SendRequest, bytes: &[u8]) -> Sending<()> {
+        let refused = Destination::refused;
+        self.enter(|to| {
+            to.map_or_else(refused, |to| to.with_flags(flags)).post_inline(request, bytes)
+        })
     }
 
-    pub(in crate::dc) fn submit_inline<F>(
-        &self,
-        bytes: &[u8],
-        work: impl FnOnce(Destination<'_>, &[u8]) -> F,
-    ) -> F {
-        self.submit(|to| work(to, bytes))
-    }
-
-    pub(in crate::dc) fn try_submit<F, B>(
-        &self,
+    fn try_submit<F, B>(
+        self,
+        flags: SendFlags,
         held: B,
         work: impl FnOnce(Destination<'_>, B) -> Result<F, TryError<B>>,
     ) -> Result<F, TryError<B>> {
         self.enter(|to| match to {
-            Ok(to) => work(to, held),
+            Ok(to) => work(to.with_flags(flags), held),
             Err(kind) => Err(TryError::Refused(OpError::new(kind, held))),
         })
     }

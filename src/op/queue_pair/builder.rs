@@ -10,7 +10,7 @@ use crate::op::SharedReceiveQueue;
 use crate::op::post_state::PostState;
 use crate::types::{
     Access, DataPath, Gid, GidEntry, PortAttr, PortNum, PortState, Qkey, QpAttr, QpCaps, QpState,
-    Qpn, SendFlags, Transport,
+    Qpn, Transport,
 };
 use crate::verbs::{Device, ProtectionDomain, Qp, QpOptions};
 
@@ -373,6 +373,6 @@ impl QueuePairBuilder {
             queues: [send_queue, recv_queue],
             _held: held,
         };
-        Ok(QueuePair { inner: Arc::new(inner), flags: SendFlags::empty(), post_state })
+        Ok(QueuePair { inner: Arc::new(inner), post_state })
     }
 }

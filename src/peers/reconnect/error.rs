@@ -273,7 +273,7 @@ mod tests {
             SetupError::CompletionQueueFull { asked: 2, free: 1 }.into(),
             SetupError::Closed.into(),
             verb(VerbError::ENOMEM).into(),
-            ConnectError::Setup { attempt: None, error: Box::new(verb(VerbError::EBUSY)) }.into(),
+            ConnectError::from(verb(VerbError::EBUSY)).into(),
         ];
         let permanent: [EstablishError; 14] = [
             rejected(RejectReason::CONSUMER, b"go away").into(),

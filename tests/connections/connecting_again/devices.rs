@@ -275,7 +275,7 @@ fn removed_device_is_opened_anew_when_it_is_back() {
             counted.fetch_add(1, Ordering::Relaxed);
             Ok(device)
         };
-        let address = listener.local_addr();
+        let address = listener.local_addr().unwrap();
         let client = Reconnect::with_device(open, address, &config(), eager()).unwrap();
         for generation in 1..=3 {
             let (found, ours, theirs) = Hosts::next(&client, &listener).await;

@@ -68,7 +68,7 @@ impl Hosts {
             ["client", "server"].map(|name| Device::software_in(&network, name).unwrap());
         let ip = server.default_path().unwrap().1.gid.to_ip();
         let bound = Listener::bind_with(&server, (ip, 0), &config).await.unwrap();
-        let address = bound.local_addr();
+        let address = bound.local_addr().unwrap();
         drop(bound);
         Self { network, client, server, address, config }
     }

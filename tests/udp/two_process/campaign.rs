@@ -90,10 +90,10 @@ async fn work(end: &End, steps: &[Step]) {
         let qp = &end.qp;
         in_flight.push_back(match step.work {
             Work::Send { imm: None } => done(qp.send(end.buffer(&bytes))),
-            Work::Send { imm: Some(imm) } => done(qp.send_with_imm(end.buffer(&bytes), imm)),
+            Work::Send { imm: Some(imm) } => done(qp.with_imm(imm).send(end.buffer(&bytes))),
             Work::Write { imm: None } => done(qp.write(end.buffer(&bytes), range(step.at))),
             Work::Write { imm: Some(imm) } => {
-                done(qp.write_with_imm(end.buffer(&bytes), range(step.at), imm))
+                done(qp.with_imm(imm).write(end.buffer(&bytes), range(step.at)))
             }
             Work::Read => {
                 let read = qp.read(end.alloc(step.len), range(READABLE));
@@ -198,7 +198,7 @@ async fn unreliable(device: &Device, meeting: &mut Meeting, role: Role, seed: u6
     if active {
         meeting.meet().await;
         let send = |number: u32| {
-            end.qp.send_with_imm(end.buffer(&pattern(LEN, number as u8)), Imm(number))
+            end.qp.with_imm(Imm(number)).send(end.buffer(&pattern(LEN, number as u8)))
         };
         for number in 0..MESSAGES {
             send(number).await.unwrap();

@@ -150,14 +150,11 @@ impl IdState {
 }
 
 impl CmId {
-    /// Returns the C library's handle.
+    /// Returns the C library's handle, which is valid while this object lives.
     ///
-    /// # Safety
-    ///
-    /// Valid while this object lives. The caller must not destroy it, take its events or change its
-    /// context.
+    /// Unsafe calls with it must not destroy it, take its events or change its context.
     #[must_use]
-    pub const unsafe fn as_raw(&self) -> NonNull<rdma_cm_id> {
+    pub const fn as_raw(&self) -> NonNull<rdma_cm_id> {
         self.raw
     }
 

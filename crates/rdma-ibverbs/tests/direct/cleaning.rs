@@ -51,8 +51,7 @@ impl Rig {
             let beside = theirs.last().unwrap().beside(&world, CAPS);
             theirs.push(beside);
         }
-        // SAFETY: the queues outlive their use.
-        let (ring, raw) = unsafe { (SharedRing::of(srq.as_raw().as_ptr()), cq.as_raw().as_ptr()) };
+        let (ring, raw) = (SharedRing::of(srq.as_raw().as_ptr()), cq.as_raw().as_ptr());
         let shared = (ring, SharedRing::of(their_srq.srq));
         let mut entries =
             (CompletionRing::taken(raw), CompletionRing::of(theirs.first().unwrap().cq));

@@ -346,8 +346,7 @@ fn page_fault_of_a_shared_receive_posts_it_again_as_in_libmlx5() {
         let list = [sge(1, 100), sge(2, 200 + round)];
         let theirs = rig.receive(&list, &list);
         let shared = rig.shared.as_ref().unwrap();
-        // SAFETY: the queue is alive.
-        let ring = SharedRing::of(unsafe { shared.ours[0].as_raw() }.as_ptr());
+        let ring = SharedRing::of(shared.ours[0].as_raw().as_ptr());
         let mut other = SharedRing::of(shared.theirs.srq);
         // Behind the entries, libmlx5 has as many for those that it sets aside.
         other.entries.len = 2 * ring.entries.len;

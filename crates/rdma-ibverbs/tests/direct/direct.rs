@@ -38,11 +38,9 @@ impl Direct {
         assert!(cq.direct().is_some(), "the device posts directly by default");
         let init = QpInit { transport, send_cq: &**cq, recv_cq: &**cq, srq, caps };
         let qp = world.pd.create_qp(&init).unwrap();
-        // SAFETY: the queue pair outlives its use below.
-        let rings = Rings::of(unsafe { qp.as_raw() }.as_ptr());
+        let rings = Rings::of(qp.as_raw().as_ptr());
         world.silence(rings.register.start.cast());
-        // SAFETY: the queue is alive, and this crate polls it already.
-        let entries = CompletionRing::taken(unsafe { cq.as_raw() }.as_ptr());
+        let entries = CompletionRing::taken(cq.as_raw().as_ptr());
         let direct = Self { qp, cq: cq.clone(), rings, entries, transport };
         direct.ready(world);
         direct

@@ -155,8 +155,7 @@ impl SharedRig {
         let world = World::new();
         let srq = world.pd.create_srq(SrqCaps { max_wr, max_sge }).unwrap();
         let library = LibrarySrq::new(&world, max_wr, max_sge);
-        // SAFETY: the queue outlives its use.
-        let ring = SharedRing::of(unsafe { srq.as_raw() }.as_ptr());
+        let ring = SharedRing::of(srq.as_raw().as_ptr());
         let rings = (ring, SharedRing::of(library.srq));
         assert_eq!((rings.0.head, rings.0.tail), (rings.1.head, rings.1.tail));
         assert_eq!(rings.0.stride, rings.1.stride);

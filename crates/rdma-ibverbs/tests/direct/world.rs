@@ -88,13 +88,11 @@ impl World {
     }
 
     pub fn raw_pd(&self) -> *mut ibv_pd {
-        // SAFETY: used while the domain lives.
-        unsafe { self.pd.as_raw() }.as_ptr()
+        self.pd.as_raw().as_ptr()
     }
 
     pub fn raw_context(&self) -> *mut ibv_context {
-        // SAFETY: used while the context lives.
-        unsafe { self.context.as_raw() }.as_ptr()
+        self.context.as_raw().as_ptr()
     }
 
     /// Replaces the page of a register by memory of the test: the device sees no doorbell, and the

@@ -245,7 +245,7 @@ impl Rank {
         }
         let start = (step * 4 * self.chunk) as u64;
         let address = self.next_inbox.slice(start..start + buffer.len() as u64)?;
-        Ok(self.to_next.write_with_imm(buffer, address, Imm(step as u32)))
+        Ok(self.to_next.with_imm(Imm(step as u32)).write(buffer, address))
     }
 
     /// Returns the index range of a chunk. The last chunks may be shorter, or empty.

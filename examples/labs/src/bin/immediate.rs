@@ -26,18 +26,18 @@ async fn client(mut peer: Peer) -> Result<()> {
     peer.barrier().await?;
     in_time(
         "WRITE with immediate",
-        qp.write_with_imm(pool.copy_from(b"heard")?, remote.slice(..5)?, Imm(1)),
+        qp.with_imm(Imm(1)).write(pool.copy_from(b"heard")?, remote.slice(..5)?),
     )
     .await?;
 
     peer.barrier().await?;
-    in_time("SEND with immediate", qp.send_with_imm(pool.copy_from(b"message")?, Imm(2))).await?;
+    in_time("SEND with immediate", qp.with_imm(Imm(2)).send(pool.copy_from(b"message")?)).await?;
 
     peer.barrier().await?;
     let sends = [
-        qp.write_with_imm(pool.copy_from(b"a")?, remote.slice(..1)?, Imm(10)),
-        qp.send_with_imm(pool.copy_from(b"b")?, Imm(11)),
-        qp.write_with_imm(pool.try_alloc(0)?, remote.slice(..0)?, Imm(12)),
+        qp.with_imm(Imm(10)).write(pool.copy_from(b"a")?, remote.slice(..1)?),
+        qp.with_imm(Imm(11)).send(pool.copy_from(b"b")?),
+        qp.with_imm(Imm(12)).write(pool.try_alloc(0)?, remote.slice(..0)?),
     ];
     for send in sends {
         in_time("a send", send).await?;
@@ -48,7 +48,7 @@ async fn client(mut peer: Peer) -> Result<()> {
     // times.
     let qp = end.queue_pair()?;
     peer.connect_with(&qp, &ConnectOptions { rnr_retry: 1, ..long_ack_timeout() }).await?;
-    let refused = qp.write_with_imm(pool.copy_from(b"late")?, remote.slice(..4)?, Imm(3));
+    let refused = qp.with_imm(Imm(3)).write(pool.copy_from(b"late")?, remote.slice(..4)?);
     let status = match tokio::time::timeout(Duration::from_secs(10), refused).await? {
         Ok(_) => return Err("a WRITE with immediate completed without a receive".into()),
         Err(error) => error.status(),

@@ -1,0 +1,447 @@
+//! Options of work requests, which come before the call that posts.
+
+#![forbid(unsafe_code)]
+
+use super::atomic::{Atomic, AtomicRequest};
+use super::batch::{Batch, BatchOp};
+use super::operation::{Operation, ReturnBuffer};
+use super::post::{Destination, SendRequest};
+use super::queue_pair::QueuePair;
+use super::read::Read;
+use super::send::{Send, SendTo};
+use super::write::Write;
+use crate::error::TryError;
+use crate::memory::{Gather, RemoteRegion, Scatter};
+use crate::types::{Imm, Qkey, Qpn, SendFlags};
+use crate::verbs::AddressHandle;
+
+/// The operations of a queue pair with options, or those to a DC peer.
+///
+/// Calling an operation posts it, so its options come first. They can be combined:
+///
+/// ```
+/// # use tokio_rdma::{CompletionMode, CompletionQueue, Device, Imm, Pool, QueuePair};
+/// # #[tokio::main(flavor = "current_thread")]
+/// # async fn main() -> Result<(), Box<dyn std::error::Error>> {
+/// # let device = Device::open_default_or_software()?;
+/// # let pd = device.protection_domain()?;
+/// # let queue = CompletionQueue::new(&device, CompletionMode::Event)?;
+/// # let pool = Pool::new(&pd, 64, 4)?;
+/// # let (ours, theirs) = (QueuePair::new(&pd, &queue)?, QueuePair::new(&pd, &queue)?);
+/// # ours.connect(&theirs.endpoint())?;
+/// # theirs.connect(&ours.endpoint())?;
+/// let receive = theirs.recv(pool.alloc(64).await?);
+/// ours.fenced().with_imm(Imm(7)).send(pool.copy_from(b"hello")?).await?;
+/// assert_eq!(receive.await?.imm, Some(Imm(7)));
+/// # Ok(())
+/// # }
+/// ```
+///
+/// | Option | Type | Operations |
+/// |---|---|---|
+/// | [`fenced`](Self::fenced), [`solicited`](Self::solicited) | the same | the same |
+/// | `with_imm` | `Posting<P, Imm>` | SEND and WRITE |
+/// | `invalidating` | `Posting<P, RemoteRegion>` | SEND |
+///
+/// The operations are the methods of [`QueuePair`] of the same names. Their futures do not borrow
+/// the `Posting`.
+#[derive(Debug, Clone, Copy)]
+#[must_use = "it posts nothing before an operation is called"]
+pub struct Posting<P, X = ()> {
+    to: P,
+    flags: SendFlags,
+    extra: X,
+}
+
+/// A destination of operations with options: of a queue pair or a DC initiator
+/// ([`Destination`]), of a pool ([`DcPoolPeer`](crate::dc::DcPoolPeer)) or of a lease of one
+/// ([`DcLease`](crate::dc::DcLease)).
+///
+/// This trait is sealed.
+pub trait Poster: Copy {
+    /// The future of an operation: `F`, or a [`PooledOperation<F>`](crate::dc::PooledOperation) if
+    /// it may wait for an initiator.
+    type Posted<F>;
+
+    #[doc(hidden)]
+    fn submit<F, W>(self, flags: SendFlags, work: W) -> Self::Posted<F>
+    where
+        F: std::marker::Send + 'static,
+        W: FnOnce(Destination<'_>) -> F + std::marker::Send + 'static;
+
+    #[doc(hidden)]
+    fn submit_inline(
+        self,
+        flags: SendFlags,
+        request: SendRequest,
+        bytes: &[u8],
+    ) -> Self::Posted<Send<()>>;
+
+    #[doc(hidden)]
+    fn try_submit<F, B>(
+        self,
+        flags: SendFlags,
+        held: B,
+        work: impl FnOnce(Destination<'_>, B) -> Result<F, TryError<B>>,
+    ) -> Result<F, TryError<B>>;
+}
+
+/// Implements the operations of `$owner` by its method `posting`. `$wrap` wraps their futures.
+macro_rules! operations {
+    ([$($generics:tt)*] $owner:ty, [$($wrap:tt)*]) => {
+        impl<$($generics)*> $owner {
+            /// Posts a SEND, see [`QueuePair::send`].
+            #[inline]
+            pub fn send<B: Gather>(&self, buffer: B) -> operations!(@ [$($wrap)*] Send<B>) {
+                self.posting().post(SendRequest::send(), buffer)
+            }
+
+            /// Posts a SEND of a copy of `bytes`, see [`QueuePair::send_inline`].
+            #[inline]
+            pub fn send_inline(&self, bytes: &[u8]) -> operations!(@ [$($wrap)*] Send<()>) {
+                self.posting().post_inline(SendRequest::send(), bytes)
+            }
+
+            /// Posts a SEND without waiting, see [`QueuePair::try_send`].
+            ///
+            /// # Errors
+            ///
+            /// See [`TryError`].
+            #[inline]
+            pub fn try_send<B: Gather>(&self, buffer: B) -> Result<Send<B>, TryError<B>> {
+                self.posting().try_post(SendRequest::send(), buffer)
+            }
+
+            /// Posts a WRITE, see [`QueuePair::write`].
+            #[inline]
+            pub fn write<B: Gather>(
+                &self,
+                buffer: B,
+                remote: RemoteRegion,
+            ) -> operations!(@ [$($wrap)*] Write<B>) {
+                self.posting().post(SendRequest::write(remote), buffer)
+            }
+
+            /// Posts a WRITE of a copy of `bytes`, see [`QueuePair::write_inline`].
+            #[inline]
+            pub fn write_inline(
+                &self,
+                bytes: &[u8],
+                remote: RemoteRegion,
+            ) -> operations!(@ [$($wrap)*] Write<()>) {
+                self.posting().post_inline(SendRequest::write(remote), bytes)
+            }
+
+            /// Posts a WRITE without waiting, see [`QueuePair::try_write`].
+            ///
+            /// # Errors
+            ///
+            /// See [`TryError`].
+            #[inline]
+            pub fn try_write<B: Gather>(
+                &self,
+                buffer: B,
+                remote: RemoteRegion,
+            ) -> Result<Write<B>, TryError<B>> {
+                self.posting().try_post(SendRequest::write(remote), buffer)
+            }
+
+            /// Posts a READ, see [`QueuePair::read`].
+            #[inline]
+            pub fn read<B: Scatter>(
+                &self,
+                buffer: B,
+                remote: RemoteRegion,
+            ) -> operations!(@ [$($wrap)*] Read<B>) {
+                self.posting().post(SendRequest::read(remote), buffer)
+            }
+
+            /// Posts a READ without waiting, see [`QueuePair::try_read`].
+            ///
+            /// # Errors
+            ///
+            /// See [`TryError`].
+            #[inline]
+            pub fn try_read<B: Scatter>(
+                &self,
+                buffer: B,
+                remote: RemoteRegion,
+            ) -> Result<Read<B>, TryError<B>> {
+                self.posting().try_post(SendRequest::read(remote), buffer)
+            }
+
+            /// Posts a compare-and-swap, see [`QueuePair::compare_swap`].
+            pub fn compare_swap(
+                &self,
+                remote: RemoteRegion,
+                compare: u64,
+                swap: u64,
+            ) -> operations!(@ [$($wrap)*] Atomic) {
+                self.posting().post_atomic(AtomicRequest::compare_swap(remote, compare, swap))
+            }
+
+            /// Posts a fetch-and-add, see [`QueuePair::fetch_add`].
+            pub fn fetch_add(
+                &self,
+                remote: RemoteRegion,
+                add: u64,
+            ) -> operations!(@ [$($wrap)*] Atomic) {
+                self.posting().post_atomic(AtomicRequest::fetch_add(remote, add))
+            }
+
+            /// Posts a batch, see [`QueuePair::post_batch`]. Options hold for all its work
+            /// requests.
+            pub fn post_batch<B: Gather>(
+                &self,
+                batch: Batch<B>,
+            ) -> operations!(@ [$($wrap)*] BatchOp<B>) {
+                self.posting().post_all(batch)
+            }
+
+            /// Posts a batch without waiting, see [`QueuePair::try_post_batch`].
+            ///
+            /// # Errors
+            ///
+            /// [`TryError::Full`] without free slots for the whole batch or, in a pool, without an
+            /// available initiator.
+            pub fn try_post_batch<B: Gather>(
+                &self,
+                batch: Batch<B>,
+            ) -> Result<BatchOp<B>, TryError<Batch<B>>> {
+                self.posting().try_post_all(batch)
+            }
+        }
+    };
+    (@ [] $future:ty) => { $future };
+    (@ [$($wrap:tt)+] $future:ty) => { $($wrap)+<$future> };
+}
+
+pub(crate) use operations;
+
+operations!([P: Poster] Posting<P>, [P::Posted]);
+
+impl<P: Poster> Posting<P> {
+    #[inline(always)]
+    pub(crate) const fn new(to: P) -> Self {
+        Self { to, flags: SendFlags::empty(), extra: () }
+    }
+
+    /// Adds 4 bytes of immediate data to the next SEND or WRITE, see [`QueuePair::with_imm`].
+    #[inline(always)]
+    pub fn with_imm(self, imm: Imm) -> Posting<P, Imm> {
+        self.with(imm)
+    }
+
+    #[inline(always)]
+    fn posting(&self) -> Self {
+        *self
+    }
+
+    pub(crate) fn post_atomic(self, request: AtomicRequest) -> P::Posted<Atomic> {
+        self.to.submit(self.flags, move |to| to.post_atomic(request))
+    }
+
+    pub(crate) fn post_all<B: Gather>(self, batch: Batch<B>) -> P::Posted<BatchOp<B>> {
+        self.to.submit(self.flags, move |to| to.post_batch(batch))
+    }
+
+    pub(crate) fn try_post_all<B: Gather>(
+        self,
+        batch: Batch<B>,
+    ) -> Result<BatchOp<B>, TryError<Batch<B>>> {
+        match self.to.try_submit(self.flags, batch, |to, batch| to.try_post_batch(batch)) {
+            Err(TryError::Refused(error)) => {
+                Ok(BatchOp::refused(error.kind(), error.into_buffer()))
+            }
+            result => result,
+        }
+    }
+}
+
+impl<P: Poster> Posting<P, Imm> {
+    /// Posts a SEND with immediate data.
+    #[inline]
+    pub fn send<B: Gather>(self, buffer: B) -> P::Posted<Send<B>> {
+        self.post(SendRequest::send_with_imm(self.extra), buffer)
+    }
+
+    /// Posts a SEND of a copy of `bytes` with immediate data.
+    #[inline]
+    pub fn send_inline(self, bytes: &[u8]) -> P::Posted<Send<()>> {
+        self.post_inline(SendRequest::send_with_imm(self.extra), bytes)
+    }
+
+    /// Posts a WRITE that consumes a receive of the peer, which reports the immediate data and the
+    /// number of bytes.
+    #[inline]
+    pub fn write<B: Gather>(self, buffer: B, remote: RemoteRegion) -> P::Posted<Write<B>> {
+        self.post(SendRequest::write_with_imm(remote, self.extra), buffer)
+    }
+
+    /// Posts a [`write`](Self::write) of a copy of `bytes`.
+    #[inline]
+    pub fn write_inline(self, bytes: &[u8], remote: RemoteRegion) -> P::Posted<Write<()>> {
+        self.post_inline(SendRequest::write_with_imm(remote, self.extra), bytes)
+    }
+}
+
+impl<P: Poster> Posting<P, RemoteRegion> {
+    /// Posts a SEND that invalidates a key of the peer, see [`QueuePair::invalidating`].
+    pub fn send<B: Gather>(self, buffer: B) -> P::Posted<Send<B>> {
+        self.post(SendRequest::send_with_invalidate(self.extra), buffer)
+    }
+
+    /// Posts a [`send`](Self::send) of a copy of `bytes`.
+    pub fn send_inline(self, bytes: &[u8]) -> P::Posted<Send<()>> {
+        self.post_inline(SendRequest::send_with_invalidate(self.extra), bytes)
+    }
+}
+
+impl<P: Poster, X> Posting<P, X> {
+    /// Makes the operations wait for all READs and atomics posted before, see
+    /// [`QueuePair::fenced`].
+    #[inline(always)]
+    pub fn fenced(self) -> Self {
+        Self { flags: self.flags | SendFlags::FENCE, ..self }
+    }
+
+    /// Makes messages raise a solicited event at the receiver, see [`QueuePair::solicited`].
+    #[inline(always)]
+    pub fn solicited(self) -> Self {
+        Self { flags: self.flags | SendFlags::SOLICITED, ..self }
+    }
+
+    #[inline(always)]
+    fn with<Y>(self, extra: Y) -> Posting<P, Y> {
+        Posting { to: self.to, flags: self.flags, extra }
+    }
+
+    #[inline(always)]
+    pub(crate) fn post<B: Gather>(
+        self,
+        request: SendRequest,
+        buffer: B,
+    ) -> P::Posted<Operation<ReturnBuffer<B>>> {
+        self.to.submit(self.flags, move |to| to.post(request, buffer))
+    }
+
+    #[inline(always)]
+    pub(crate) fn post_inline(self, request: SendRequest, bytes: &[u8]) -> P::Posted<Send<()>> {
+        self.to.submit_inline(self.flags, request, bytes)
+    }
+
+    #[inline(always)]
+    pub(crate) fn try_post<B: Gather>(
+        self,
+        request: SendRequest,
+        buffer: B,
+    ) -> Result<Operation<ReturnBuffer<B>>, TryError<B>> {
+        self.to.try_submit(self.flags, buffer, |to, buffer| to.try_post(request, buffer))
+    }
+}
+
+impl<'a> Posting<Destination<'a>> {
+    /// Makes the next SEND invalidate a key of the peer, see [`QueuePair::invalidating`].
+    pub fn invalidating(self, remote: RemoteRegion) -> Posting<Destination<'a>, RemoteRegion> {
+        self.with(remote)
+    }
+
+    /// Sends a datagram, see [`QueuePair::send_to`].
+    pub fn send_to<B: Gather>(
+        self,
+        buffer: B,
+        handle: &AddressHandle,
+        qpn: Qpn,
+        qkey: Qkey,
+    ) -> SendTo<B> {
+        let to = self.to.with_flags(self.flags);
+        to.send_datagram(SendRequest::send(), buffer, (handle, qpn, qkey))
+    }
+}
+
+impl Posting<Destination<'_>, Imm> {
+    /// Sends a datagram with immediate data, see [`QueuePair::send_to`].
+    pub fn send_to<B: Gather>(
+        self,
+        buffer: B,
+        handle: &AddressHandle,
+        qpn: Qpn,
+        qkey: Qkey,
+    ) -> SendTo<B> {
+        let to = self.to.with_flags(self.flags);
+        to.send_datagram(SendRequest::send_with_imm(self.extra), buffer, (handle, qpn, qkey))
+    }
+}
+
+impl Poster for Destination<'_> {
+    type Posted<F> = F;
+
+    #[inline(always)]
+    fn submit<F, W: FnOnce(Destination<'_>) -> F>(self, flags: SendFlags, work: W) -> F {
+        work(self.with_flags(flags))
+    }
+
+    #[inline(always)]
+    fn submit_inline(self, flags: SendFlags, request: SendRequest, bytes: &[u8]) -> Send<()> {
+        self.with_flags(flags).post_inline(request, bytes)
+    }
+
+    #[inline(always)]
+    fn try_submit<F, B>(
+        self,
+        flags: SendFlags,
+        held: B,
+        work: impl FnOnce(Destination<'_>, B) -> Result<F, TryError<B>>,
+    ) -> Result<F, TryError<B>> {
+        work(self.with_flags(flags), held)
+    }
+}
+
+/// The operations of the queue pair without options.
+impl<'a> From<&'a QueuePair> for Posting<Destination<'a>> {
+    #[inline(always)]
+    fn from(qp: &'a QueuePair) -> Self {
+        Self::new(qp.destination())
+    }
+}
+
+impl QueuePair {
+    /// Returns its operations with a fence: they start after all READs and atomics posted before
+    /// (RC, `IBV_SEND_FENCE`).
+    #[inline(always)]
+    pub fn fenced(&self) -> Posting<Destination<'_>> {
+        Posting::from(self).fenced()
+    }
+
+    /// Returns its operations with solicited messages, which raise a solicited event at the
+    /// receiver (`IBV_SEND_SOLICITED`).
+    #[inline(always)]
+    pub fn solicited(&self) -> Posting<Destination<'_>> {
+        Posting::from(self).solicited()
+    }
+
+    /// Returns its operations that carry 4 bytes of immediate data: SENDs, and WRITEs, which
+    /// thereby consume a receive of the peer. The receiver finds the data in
+    /// [`Received::imm`](super::Received::imm).
+    #[inline(always)]
+    pub fn with_imm(&self, imm: Imm) -> Posting<Destination<'_>, Imm> {
+        Posting::from(self).with_imm(imm)
+    }
+
+    /// Returns a SEND before whose delivery the peer's device invalidates the key of `remote`, a
+    /// lease that the peer granted (RC). The receiver finds the key in
+    /// [`Received::invalidated`](super::Received::invalidated).
+    ///
+    /// READs that use the key must be complete: await them, or add a [fence](Posting::fenced).
+    ///
+    /// # Errors
+    ///
+    /// Those of [`send`](Self::send). A key without a lease in force fails the connection, at the
+    /// peer with [`REM_INV_REQ_ERR`](crate::types::WcStatus::REM_INV_REQ_ERR) of its receive. The
+    /// protocol cannot report it, so the SEND fails with
+    /// [`RETRY_EXC_ERR`](crate::types::WcStatus::RETRY_EXC_ERR), or, on some devices, only the next
+    /// operation does.
+    pub fn invalidating(&self, remote: RemoteRegion) -> Posting<Destination<'_>, RemoteRegion> {
+        Posting::from(self).invalidating(remote)
+    }
+}
