@@ -178,8 +178,8 @@ impl ConnectionInner {
             let waker = Waker::from(driver_waker.clone());
             // Until this returns, the waker finds no connection. The driver's first poll takes
             // what has arrived.
-            if qp.is_listened() {
-                qp.listen(waker.clone());
+            if qp.notifies() {
+                qp.wake_on_completion(waker.clone());
             }
             Self {
                 state: Mutex::new(*state),

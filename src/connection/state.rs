@@ -82,7 +82,7 @@ pub(super) struct Io {
     /// Dropping it disconnects the peer.
     pub(super) link: Option<Arc<CmConnection>>,
     /// The driver's waker learns of completed receives, which have no wakers.
-    pub(super) is_listened: bool,
+    pub(super) notifies: bool,
     /// The runtime of the driver, once there is one.
     pub(super) runtime: Option<runtime::Id>,
     pub(super) wakes_driver: bool,
@@ -150,13 +150,7 @@ impl ConnectionState {
             waiting: Waiting::default(),
             stream: StreamState::default(),
             counters: ConnectionCounters::default(),
-            io: Io {
-                is_listened: qp.is_listened(),
-                link: None,
-                runtime: None,
-                wakes_driver: false,
-                qp,
-            },
+            io: Io { notifies: qp.notifies(), link: None, runtime: None, wakes_driver: false, qp },
         };
         state.post_receives(config.first_receives());
         state
@@ -174,14 +168,14 @@ impl ConnectionState {
         self.advance(driver);
         // The task may wait for a receive, also if the other runtimes that watch the queue do not
         // run. If this one cannot watch it, the driver polls.
-        if self.io.is_listened && self.close_reason().is_none() && !self.io.qp.watch_receives() {
+        if self.io.notifies && self.close_reason().is_none() && !self.io.qp.watch_receives() {
             self.io.wake_driver();
         }
     }
 
     /// If nothing has arrived, does no other work: other completions wake the driver.
     pub(super) fn progress_for_receiver(&mut self, driver: &Waker) {
-        let nothing_arrived = self.io.is_listened
+        let nothing_arrived = self.io.notifies
             && self.inbox.fetching.is_empty()
             && self.protocol.phase().check_open().is_ok()
             && self.receives.posted.front().is_some_and(|receive| !receive.is_finished())
@@ -315,7 +309,7 @@ impl ConnectionState {
             let Some(receive) = self.receives.posted.front_mut() else { return Ok(()) };
             // One poll of the device: later ones call the waker of the connection.
             let arrived = if taken == 0 { receive.is_finished() } else { receive.is_complete() };
-            if self.io.is_listened && !arrived {
+            if self.io.notifies && !arrived {
                 return Ok(());
             }
             let Poll::Ready(result) = Pin::new(receive).poll(context) else { return Ok(()) };

@@ -3,7 +3,7 @@ use std::sync::Arc;
 
 use super::DcAddress;
 use crate::dispatch::TargetCounters;
-use crate::engine::{Shared, TargetCore};
+use crate::engine::{SharedReceives, TargetCore};
 use crate::error::SetupError;
 use crate::op::{Path, SharedReceiveQueue};
 use crate::types::{
@@ -230,7 +230,8 @@ impl DcTargetBuilder {
         let dct = Dct::new(&pd, srq.completion_queue().cq(), srq.verbs(), key)?;
         // Precedes the consumption of receives: a failed completion queue may have returned their
         // buffers.
-        let core = TargetCore::new(dct, Shared::new(srq.work_queue().clone(), srq.clone()))?;
+        let core =
+            TargetCore::new(dct, SharedReceives::new(srq.work_queue().clone(), srq.clone()))?;
         let init = QpAttr {
             pkey_index: Some(0),
             port: Some(port.port),

@@ -9,18 +9,18 @@ use std::sync::Arc;
 
 use rdma_provider::locks::Mutex;
 
-use super::queue_pair_core::Shared;
+use super::queue_pair_core::SharedReceives;
 use super::wake_list::Teardown;
 use crate::error::{OpErrorKind, SetupError};
 use crate::verbs::Dct;
 
 pub(crate) struct TargetCore {
     dct: Mutex<Option<Dct>>,
-    shared: Shared,
+    shared: SharedReceives,
 }
 
 impl TargetCore {
-    pub(crate) fn new(dct: Dct, shared: Shared) -> Result<Arc<Self>, SetupError> {
+    pub(crate) fn new(dct: Dct, shared: SharedReceives) -> Result<Arc<Self>, SetupError> {
         let core = Arc::new(Self { dct: Mutex::new(Some(dct)), shared });
         let teardown: Arc<dyn Teardown> = core.clone();
         core.shared.queue.cq().add_consumer(&core.shared.queue, &teardown)?;

@@ -73,7 +73,7 @@ pub(crate) use drainer::Drainer;
 pub use drive::Drive;
 pub(crate) use in_flight::InFlight;
 pub(crate) use posting::Poster;
-pub(crate) use queue_pair_core::{QueuePairCore, Shared, destroy_shared};
+pub(crate) use queue_pair_core::{QueuePairCore, SharedReceives, destroy_shared};
 pub(crate) use runtime::is_current;
 pub(crate) use work_queue::{QUEUE_LINES, WorkQueue};
 pub use work_request::WorkQueueCounters;

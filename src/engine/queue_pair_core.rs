@@ -36,7 +36,7 @@ pub(crate) struct QueuePairCore {
     change: Mutex<()>,
     send: Arc<WorkQueue>,
     receive: Option<Arc<WorkQueue>>,
-    shared: Option<Shared>,
+    shared: Option<SharedReceives>,
     /// Windows of leases, deallocated before the queue pair is destroyed.
     windows: OnceLock<Arc<WindowSet>>,
 }
@@ -63,14 +63,14 @@ impl Teardown for QueuePairCore {
     }
 }
 
-pub(crate) struct Shared {
+pub(crate) struct SharedReceives {
     pub(super) queue: Arc<WorkQueue>,
     /// Dropping the owner ends the receives, so it is dropped after the queue pair is destroyed,
     /// and leaked if that fails.
     owner: Mutex<Option<Box<dyn Any + Send + Sync>>>,
 }
 
-impl Shared {
+impl SharedReceives {
     pub(crate) fn new(queue: Arc<WorkQueue>, owner: impl Any + Send + Sync) -> Self {
         Self { queue, owner: Mutex::new(Some(Box::new(owner))) }
     }
@@ -85,7 +85,7 @@ impl QueuePairCore {
         qp: Qp,
         (send_cq, send): (&Arc<Drainer>, Limits),
         (recv_cq, receive): (&Arc<Drainer>, Option<Limits>),
-        shared: Option<Shared>,
+        shared: Option<SharedReceives>,
     ) -> Result<Arc<Self>, SetupError> {
         let qp = Arc::new(qp);
         let send = send_cq.attach(Poster::Send(qp.clone()), send)?;
@@ -113,7 +113,7 @@ impl QueuePairCore {
         for queue in core.queues() {
             queue.cq().set_queue_pair(queue, Arc::downgrade(&this))?;
         }
-        if let Some(Shared { queue, .. }) = &core.shared {
+        if let Some(SharedReceives { queue, .. }) = &core.shared {
             queue.cq().add_consumer(queue, &this)?;
         }
         Ok(core)
@@ -146,7 +146,7 @@ impl QueuePairCore {
         if attr.state != Some(QpState::Reset) {
             return self.qp()?.modify(attr);
         }
-        if let Some(Shared { queue, .. }) = &self.shared {
+        if let Some(SharedReceives { queue, .. }) = &self.shared {
             // A reset discards the completions of the queue pair, and only they record the receives
             // it has taken from the shared queue.
             self.flush(&*self.qp()?);
@@ -226,7 +226,7 @@ impl QueuePairCore {
                     %error,
                     "failed to destroy queue pair; holding posted buffers until they complete"
                 );
-                self.shared.iter().for_each(Shared::leak);
+                self.shared.iter().for_each(SharedReceives::leak);
                 self.queues().for_each(|queue| queue.fail_queued(kind));
                 self.send.notify_closed();
                 return;

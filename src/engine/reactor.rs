@@ -6,8 +6,8 @@
 //! this takes no system call.
 //!
 //! In hybrid mode each registration has a task even if there is a descriptor. If the queue has a
-//! [completion waker](super::work_queue::WorkQueue::listen), the task polls it for a while after an
-//! event. Awaited operations spin themselves.
+//! [completion waker](super::work_queue::WorkQueue::wake_on_completion), the task polls it for a
+//! while after an event. Awaited operations spin themselves.
 //!
 //! Every runtime in which an operation waits has its own registration, so no wake-up depends on
 //! another runtime. The reactor also watches the asynchronous events of the device, because no

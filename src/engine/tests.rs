@@ -158,7 +158,7 @@ fn failed_completion_queue_refuses_queue_pairs_that_are_not_registered_yet() {
         max_message: 64,
         pd: PdKey(pd.id()),
         solicited: false,
-        listened: false,
+        notifies: false,
     };
     let create = || {
         let qp = Qp::new(&pd, queue.cq(), queue.cq(), None, &options).unwrap();

@@ -55,7 +55,7 @@ pub(crate) struct WorkQueue {
     failures: Failures,
     /// Never set for a shared receive queue.
     queue_pair: OnceLock<Weak<dyn Teardown>>,
-    /// Set only if `limits.listened`.
+    /// Set only if `limits.notifies`.
     completion_waker: OnceLock<Waker>,
 }
 
@@ -117,7 +117,7 @@ impl WorkQueue {
         let make = |index| {
             let slot = Slot::new(self.owner.first_id(index), self.is_polled());
             let slot = if self.limits.solicited { slot.solicited() } else { slot };
-            if self.limits.listened { slot.notifying() } else { slot }
+            if self.limits.notifies { slot.notifying() } else { slot }
         };
         // SAFETY: C1: just claimed.
         self.slots.claim(cursor, parts, make).map(|slot| unsafe { Claim::new(self, slot) })
@@ -380,17 +380,17 @@ impl WorkQueue {
     }
 
     /// Wakes `completion_waker` whenever operations without a waker of their own complete. Requires
-    /// `limits.listened`. Called once; earlier completions wake nothing.
+    /// `limits.notifies`. Called once; earlier completions wake nothing.
     ///
     /// The queue counts as a waiter until it is detached. The waker is cloned and dropped under
     /// locks, so it must not run code of a user then.
-    pub(crate) fn listen(&self, completion_waker: Waker) {
+    pub(crate) fn wake_on_completion(&self, completion_waker: Waker) {
         self.cq.set_completion_waker(self, completion_waker);
     }
 
     /// Requires the lock of the completion queue.
     pub(super) fn set_completion_waker(&self, completion_waker: Waker) {
-        debug_assert!(self.limits.listened, "operations are marked when they are posted");
+        debug_assert!(self.limits.notifies, "operations are marked when they are posted");
         let set = self.completion_waker.set(completion_waker);
         debug_assert!(set.is_ok(), "a work queue has one completion waker");
     }
@@ -399,8 +399,8 @@ impl WorkQueue {
         self.completion_waker.get().is_some()
     }
 
-    pub(crate) fn is_listened(&self) -> bool {
-        self.limits.listened
+    pub(crate) fn notifies(&self) -> bool {
+        self.limits.notifies
     }
 
     #[inline]

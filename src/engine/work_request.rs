@@ -12,7 +12,7 @@ pub(crate) struct Limits {
     pub(crate) pd: PdKey,
     /// The peer solicits all messages, so operations that wait need no other completion.
     pub(crate) solicited: bool,
-    pub(crate) listened: bool,
+    pub(crate) notifies: bool,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -14,12 +14,12 @@ use crate::memory::MemoryWindow;
 
 #[derive(Debug)]
 pub(super) struct Expiry {
-    shared: Arc<Shared>,
+    shared: Arc<Expiring>,
     alarm: Option<Alarm>,
 }
 
 #[derive(Debug)]
-struct Shared {
+struct Expiring {
     state: Mutex<State>,
     window: Arc<MemoryWindow>,
 }
@@ -33,7 +33,7 @@ enum State {
 impl Expiry {
     pub(super) fn new(window: Arc<MemoryWindow>) -> Self {
         let state = Mutex::new(State::Until(None));
-        let shared = Arc::new(Shared { state, window });
+        let shared = Arc::new(Expiring { state, window });
         Self { shared, alarm: None }
     }
 
@@ -88,7 +88,7 @@ impl Expiry {
     }
 }
 
-impl Shared {
+impl Expiring {
     fn expire(&self) {
         let mut state = self.state.lock();
         match *state {
@@ -103,7 +103,7 @@ impl Shared {
     }
 }
 
-impl Wake for Shared {
+impl Wake for Expiring {
     fn wake(self: Arc<Self>) {
         self.expire();
     }

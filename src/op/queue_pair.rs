@@ -432,16 +432,16 @@ impl QueuePair {
         self.inner.queues[1].shared().watch()
     }
 
-    /// Wakes `listener` whenever receives complete, instead of their futures. Requires
-    /// [`is_listened`](Self::is_listened); see [`WorkQueue::listen`].
-    pub(crate) fn listen(&self, listener: Waker) {
+    /// Wakes `waker` whenever receives complete, instead of their futures. Requires
+    /// [`notifies`](Self::notifies); see [`WorkQueue::wake_on_completion`].
+    pub(crate) fn wake_on_completion(&self, waker: Waker) {
         if let Some(receive) = self.inner.core.receive() {
-            receive.listen(listener);
+            receive.wake_on_completion(waker);
         }
     }
 
-    pub(crate) fn is_listened(&self) -> bool {
-        self.inner.core.receive().is_some_and(|receive| receive.is_listened())
+    pub(crate) fn notifies(&self) -> bool {
+        self.inner.core.receive().is_some_and(|receive| receive.notifies())
     }
 
     pub(crate) fn is_polled_by_thread(&self) -> bool {

@@ -75,7 +75,7 @@ impl SharedReceiveQueue {
             max_message: u64::MAX,
             pd: PdKey(pd.id()),
             solicited: false,
-            listened: false,
+            notifies: false,
         };
         let queue = completions.shared().attach(Poster::Shared(srq.clone()), limits)?;
         Ok(Self {

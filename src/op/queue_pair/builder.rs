@@ -3,7 +3,7 @@ use std::sync::atomic::AtomicU32;
 use std::sync::{Arc, OnceLock};
 
 use super::{Inner, Local, QueuePair};
-use crate::engine::{CompletionMode, CompletionQueue, Limits, QueuePairCore, Shared};
+use crate::engine::{CompletionMode, CompletionQueue, Limits, QueuePairCore, SharedReceives};
 use crate::error::{LimitError, SetupError};
 use crate::memory::PdKey;
 use crate::op::SharedReceiveQueue;
@@ -51,7 +51,7 @@ pub struct QueuePairBuilder {
     path: Path,
     number: Option<Qpn>,
     solicited: bool,
-    listened: bool,
+    notifies: bool,
 }
 
 #[derive(Debug, Clone)]
@@ -97,7 +97,7 @@ impl QueuePairBuilder {
             path: Path::Any,
             number: None,
             solicited: false,
-            listened: false,
+            notifies: false,
         }
     }
 
@@ -212,10 +212,10 @@ impl QueuePairBuilder {
         self
     }
 
-    /// Lets receives report to a [listener](QueuePair::listen) if their queue is in event or hybrid
-    /// mode. In other modes, operations that wait spin.
-    pub(crate) fn listened(mut self) -> Self {
-        self.listened = true;
+    /// Lets receives report to a [completion waker](QueuePair::wake_on_completion) if their queue
+    /// is in event or hybrid mode. In other modes, operations that wait spin.
+    pub(crate) fn notifies(mut self) -> Self {
+        self.notifies = true;
         self
     }
 
@@ -261,7 +261,7 @@ impl QueuePairBuilder {
             path,
             number,
             solicited,
-            listened,
+            notifies,
         } = self;
         let device = pd.device();
         let (connected, datagram) =
@@ -325,7 +325,7 @@ impl QueuePairBuilder {
             },
             pd: PdKey(pd.id()),
             solicited: false,
-            listened: false,
+            notifies: false,
         };
         let send = limits(caps.max_send_wr, granted.max_send_sge);
         let signals_failures =
@@ -334,7 +334,7 @@ impl QueuePairBuilder {
         let receive = Limits {
             max_message: u64::MAX,
             solicited: solicited && signals_failures,
-            listened: listened
+            notifies: notifies
                 && matches!(
                     recv_queue.shared().mode(),
                     CompletionMode::Event | CompletionMode::Hybrid
@@ -345,7 +345,7 @@ impl QueuePairBuilder {
             qp,
             (send_queue.shared(), send),
             (recv_queue.shared(), srq.is_none().then_some(receive)),
-            srq.map(|srq| Shared::new(srq.work_queue().clone(), srq)),
+            srq.map(|srq| SharedReceives::new(srq.work_queue().clone(), srq)),
         )?;
         let span = tracing::info_span!("queue_pair", %qpn, ?transport);
         span.in_scope(|| rdma_provider::debug!(?caps, "created queue pair"));
