@@ -5,7 +5,7 @@
 use std::ffi::c_void;
 use std::os::fd::BorrowedFd;
 use std::ptr::{self, NonNull};
-use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 
 use rdma_sys::*;
 
@@ -76,13 +76,14 @@ impl Drop for Channel {
 pub(super) struct Events {
     pub(super) cookie: u64,
     /// Events taken and not acknowledged, with the flag [`DESTROYING`].
-    pub(super) unacknowledged: AtomicU32,
+    pub(super) unacknowledged: AtomicU64,
     /// Events taken, modulo 2^32: the sequence number of the next request for one.
     pub(super) taken: AtomicU32,
 }
 
-/// The queue is being destroyed: only [`Events::take`] acknowledges its events.
-pub(super) const DESTROYING: u32 = 1 << 31;
+/// The queue is being destroyed: only [`Events::take`] acknowledges its events. Safe code may take
+/// any number of events without acknowledging them, but not as many as this.
+pub(super) const DESTROYING: u64 = 1 << 63;
 
 impl Events {
     /// Counts an event just taken and returns its queue's cookie. If the queue is being destroyed,

@@ -5,7 +5,7 @@
 use std::mem;
 use std::ptr::{self, NonNull};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 
 use rdma_sys::*;
 
@@ -53,7 +53,7 @@ impl Cq {
         let channel = channel.map_or(ptr::null_mut(), Channel::raw);
         let events = Arc::new(Events {
             cookie,
-            unacknowledged: AtomicU32::new(0),
+            unacknowledged: AtomicU64::new(0),
             taken: AtomicU32::new(0),
         });
         // Opaque to libibverbs, which returns it with each event.
@@ -130,7 +130,7 @@ impl contract::Cq for Cq {
     }
 
     fn ack(&self, events: u32) {
-        let count = |given: u32| Some(given - events.min(given));
+        let count = |given: u64| Some(given - u64::from(events).min(given));
         let given = match self.events.unacknowledged.fetch_update(
             Ordering::AcqRel,
             Ordering::Acquire,
@@ -138,7 +138,8 @@ impl contract::Cq for Cq {
         ) {
             Ok(given) | Err(given) => given,
         };
-        if given < events {
+        let counted = u32::try_from(given).unwrap_or(u32::MAX).min(events);
+        if counted < events {
             rdma_provider::error!(
                 cq = self.id(),
                 events,
@@ -147,7 +148,7 @@ impl contract::Cq for Cq {
             );
         }
         // SAFETY: S3: the queue is alive; at least as many events were taken.
-        unsafe { ibv_ack_cq_events(self.raw(), events.min(given)) };
+        unsafe { ibv_ack_cq_events(self.raw(), counted) };
     }
 }
 
@@ -155,8 +156,9 @@ impl Drop for Cq {
     fn drop(&mut self) {
         let left = self.events.unacknowledged.fetch_or(DESTROYING, Ordering::AcqRel);
         // SAFETY: S3: the queue is alive, its queue pairs are gone; as many events were taken.
+        // libibverbs counts them modulo 2^32.
         let result = unsafe {
-            ibv_ack_cq_events(self.raw(), left);
+            ibv_ack_cq_events(self.raw(), left as u32);
             ibv_destroy_cq(self.raw())
         };
         if let Err(error) = sys::status("ibv_destroy_cq", result) {
