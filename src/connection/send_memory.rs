@@ -41,10 +41,12 @@ impl SendMemory {
         self.pool.as_ref().is_some_and(|pool| pool.available() >= frames)
     }
 
+    /// Returns true if `frames` buffers are free or can be registered, or if all are that there may
+    /// be: the maximum may have been lowered since `frames` was chosen.
     pub(super) fn has(&self, frames: usize) -> bool {
         let (free, total) =
             self.pool.as_ref().map_or((0, 0), |pool| (pool.available(), pool.total()));
-        free + self.most.saturating_sub(total) >= frames
+        free + self.most.saturating_sub(total) >= frames.min(self.most)
     }
 
     /// Returns true if these have less than `len` bytes and can be replaced.

@@ -70,6 +70,72 @@ fn receives_grow_although_the_writer_always_holds_bytes() {
 }
 
 #[test]
+fn stream_is_writable_once_the_peer_has_read_everything() {
+    run("a writable stream", || async {
+        // No frame of the peer announces what it has read, except those that are due.
+        let quiet = ConnectionConfig::for_streams().keepalive(None);
+        let quiet = quiet.shrink_after(Duration::from_secs(3600));
+        // Fewer send buffers than releases of receives that the peer need not announce.
+        for (send_buffers, receives) in [(16, 128), (1, 24)] {
+            let server = quiet.clone().receive_buffers(receives);
+            let client = quiet.clone().send_buffers(send_buffers);
+            let (device, _) = device(&Network::new());
+            let address = connected::address(&device);
+            let listener = RdmaListener::bind_with(&device, address, &server).await.unwrap();
+            let to = listener.local_addr().unwrap();
+            let connecting = RdmaStream::connect_with(&device, to, &client);
+            let both = async { tokio::try_join!(connecting, listener.accept()) };
+            let (mut ours, (mut theirs, _)) = soon("connect", both).await.unwrap();
+            let mut read = vec![0; 32 << 10];
+            for _ in 0..60 {
+                soon("writable", ours.writable()).await.unwrap();
+                let writing = async { ours.write_all(&[7; 32 << 10]).await.unwrap() };
+                let reading = async { theirs.read_exact(&mut read).await.unwrap() };
+                soon("write and read", async { tokio::join!(writing, reading) }).await;
+            }
+        }
+    });
+}
+
+#[test]
+fn writer_that_waits_for_buffers_goes_on_although_fewer_can_be_registered() {
+    if torture::hardware().is_some() {
+        // Its receives do not stay short.
+        return;
+    }
+    run("fewer buffers", || async {
+        let network = Network::new();
+        let config = |budget| {
+            ConnectionConfig::for_streams()
+                .receive_buffer_size(1024)
+                .receive_buffers(5)
+                .spare_buffers(2)
+                .shrink_after(Duration::from_secs(3600))
+                .budget(&BufferBudget::new(budget))
+        };
+        let (device, _) = device(&network);
+        let address = connected::address(&device);
+        let listener = RdmaListener::bind_with(&device, address, &config(10_000)).await.unwrap();
+        let to = listener.local_addr().unwrap();
+        let client = config(30_000);
+        let connecting = RdmaStream::connect_with(&device, to, &client);
+        let both = async { tokio::try_join!(connecting, listener.accept()) };
+        let (mut ours, (mut theirs, _)) = soon("connect", both).await.unwrap();
+        let writing = tokio::spawn(async move {
+            for _ in 0..400 {
+                soon("write", ours.write_all(&[7; 500])).await.unwrap();
+            }
+            ours
+        });
+        // Meanwhile, the writer holds bytes.
+        tokio::time::sleep(Duration::from_millis(100)).await;
+        let mut read = vec![0; 200_000];
+        soon("read", theirs.read_exact(&mut read)).await.unwrap();
+        drop(soon("writing", writing).await.unwrap());
+    });
+}
+
+#[test]
 fn half_refuses_to_wait_for_the_other_direction() {
     run("readiness of halves", || async {
         let [ours, _theirs] = streams(&config()).await;

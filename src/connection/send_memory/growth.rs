@@ -1,3 +1,4 @@
+use rdma_message_proto::frame::Kind;
 use rdma_message_proto::sending::Blocked;
 use rdma_message_proto::window::FIRST_SIZE;
 use rdma_provider::later;
@@ -43,7 +44,9 @@ impl ConnectionState {
         // Short first receives of the peer do not limit how much is held: once the short buffers
         // are used up, longer ones replace them, of which half are left for frames.
         let (frame, held) = (self.protocol.framing().frame(), self.limits.held);
-        if self.protocol.has_unread(self.memory.send.most() * frame.max(held)) {
+        let has_credit = self.protocol.flow.may_send(Kind::Data);
+        // With a credit, the peer may only not have announced that it has read everything.
+        if !has_credit && self.protocol.has_unread(self.memory.send.most() * frame.max(held)) {
             return Err(Blocked::Credits(1));
         }
         let frames = if held > frame { self.memory.send.most() / 2 + 1 } else { 1 };
