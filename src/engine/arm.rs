@@ -59,7 +59,8 @@ pub(super) fn before_park(queue: &mut impl Armed) {
     let before = queue.request().arm;
     if before < arm && queue.arm(arm) {
         *queue.request() = Request { arm, replaces: before > Arm::Off };
-        // Until a poll finds none: only that one fails if the device was lost before the request.
+        // Until a poll finds nothing: only an empty poll reports a device that was lost before the
+        // request.
         while queue.drain() {}
     }
 }

@@ -15,7 +15,7 @@ use crate::memory::{Gather, RemoteRegion, Scatter};
 use crate::types::{Imm, Qkey, Qpn, SendFlags};
 use crate::verbs::AddressHandle;
 
-/// The operations of a queue pair with options, or those to a DC peer.
+/// A destination and the options of operations that are not posted yet.
 ///
 /// Calling an operation posts it, so its options come first. They can be combined:
 ///
@@ -39,12 +39,13 @@ use crate::verbs::AddressHandle;
 ///
 /// | Option | Type | Operations |
 /// |---|---|---|
-/// | [`fenced`](Self::fenced), [`solicited`](Self::solicited) | the same | the same |
+/// | [`fenced`](Self::fenced), [`solicited`](Self::solicited) | `Posting<P, X>`, as before | all |
 /// | `with_imm` | `Posting<P, Imm>` | SEND and WRITE |
 /// | `invalidating` | `Posting<P, RemoteRegion>` | SEND |
 ///
-/// The operations are the methods of [`QueuePair`] of the same names. Their futures do not borrow
-/// the `Posting`.
+/// The operations are the methods of [`QueuePair`] of the same names. After `with_imm` and
+/// `invalidating`, and for atomics, there is no `try_` form. The futures do not borrow the
+/// `Posting`.
 #[derive(Debug, Clone, Copy)]
 #[must_use = "it posts nothing before an operation is called"]
 pub struct Posting<P, X = ()> {

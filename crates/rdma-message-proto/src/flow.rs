@@ -19,9 +19,9 @@
 //!
 //! | Frame | Credits needed |
 //! |---|---|
-//! | message of n frames (n - 1 `Part` and one `Data`, or an `Offer`) | [`RESERVE`] + n - 1 |
-//! | notification | [`RESERVE`] |
-//! | skipped receive (`Resize` without payload) | [`RESERVE`] + 1 |
+//! | message of n frames (`Part`, `Data`, or an `Offer`) | [`RESERVE`] + n - 1 + due skips |
+//! | notification | [`RESERVE`] + due skips |
+//! | skipped receive (`Resize` without payload) | [`RESERVE`] |
 //! | `Fin`, `Ping`, `Resize`, and an `Ack` that reports done offers or answers a `Ping` | 2 |
 //! | `Ack` for credits alone, `Abort` | 1 |
 //!
@@ -47,8 +47,9 @@
 //! 4. *Acks do not alternate indefinitely:* two received cause at most one sent.
 //! 5. *Changes of the window keep this true.* An end counts more receives from the `Resize` that
 //!    announces them; its peer, from the arrival of that frame. The peer counts a skipped receive
-//!    off when it sends the skip, and only while it keeps [`RESERVE`] credits. The end does so when
-//!    the skip arrives.
+//!    off when it sends the skip, and the end when the skip arrives. A skip needs and leaves as
+//!    many credits as a message of one frame. Messages leave one more for each due skip, so all
+//!    skips are sent although the application receives nothing.
 //!
 //! `model.rs` confirms this for all interleavings with small windows.
 
@@ -233,7 +234,7 @@ impl Flow {
         Some((self.send(Kind::Resize), resize))
     }
 
-    /// Returns the header of a due skip, which must be sent, if messages keep their credits.
+    /// Returns the header of a due skip, which must be sent, if [`RESERVE`] credits are free.
     #[inline]
     pub fn skip(&mut self) -> Option<Header> {
         if self.to_skip == 0 || self.finished || self.credits() < RESERVE {

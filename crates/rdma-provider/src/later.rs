@@ -27,8 +27,8 @@ thread_local! {
     /// thread-local variables can still use it; [`AtExit`] frees its memory.
     static LATER: RefCell<ManuallyDrop<VecDeque<Work>>> =
         const { RefCell::new(ManuallyDrop::new(VecDeque::new())) };
-    /// The length of the front part of [`LATER`] that belongs to calls of [`run_all`] which this
-    /// thread is in.
+    /// How many entries at the front of [`LATER`] belong to calls of [`run_all`] further up this
+    /// thread's stack. A nested call runs only those behind them.
     static OUTER: Cell<usize> = const { Cell::new(0) };
     static AT_EXIT: AtExit = const { AtExit };
 }
