@@ -222,18 +222,18 @@ pub(crate) use operations;
 operations!([P: Poster] Posting<P>, [P::Posted]);
 
 impl<P: Poster> Posting<P> {
-    #[inline(always)]
+    #[inline]
     pub(crate) const fn new(to: P) -> Self {
         Self { to, flags: SendFlags::empty(), extra: () }
     }
 
     /// Adds 4 bytes of immediate data to the next SEND or WRITE, see [`QueuePair::with_imm`].
-    #[inline(always)]
+    #[inline]
     pub fn with_imm(self, imm: Imm) -> Posting<P, Imm> {
         self.with(imm)
     }
 
-    #[inline(always)]
+    #[inline]
     fn posting(&self) -> Self {
         *self
     }
@@ -301,23 +301,23 @@ impl<P: Poster> Posting<P, RemoteRegion> {
 impl<P: Poster, X> Posting<P, X> {
     /// Makes the operations wait for all READs and atomics posted before, see
     /// [`QueuePair::fenced`].
-    #[inline(always)]
+    #[inline]
     pub fn fenced(self) -> Self {
         Self { flags: self.flags | SendFlags::FENCE, ..self }
     }
 
     /// Makes messages raise a solicited event at the receiver, see [`QueuePair::solicited`].
-    #[inline(always)]
+    #[inline]
     pub fn solicited(self) -> Self {
         Self { flags: self.flags | SendFlags::SOLICITED, ..self }
     }
 
-    #[inline(always)]
+    #[inline]
     fn with<Y>(self, extra: Y) -> Posting<P, Y> {
         Posting { to: self.to, flags: self.flags, extra }
     }
 
-    #[inline(always)]
+    #[inline]
     pub(crate) fn post<B: Gather>(
         self,
         request: SendRequest,
@@ -326,12 +326,12 @@ impl<P: Poster, X> Posting<P, X> {
         self.to.submit(self.flags, move |to| to.post(request, buffer))
     }
 
-    #[inline(always)]
+    #[inline]
     pub(crate) fn post_inline(self, request: SendRequest, bytes: &[u8]) -> P::Posted<Send<()>> {
         self.to.submit_inline(self.flags, request, bytes)
     }
 
-    #[inline(always)]
+    #[inline]
     pub(crate) fn try_post<B: Gather>(
         self,
         request: SendRequest,
@@ -377,17 +377,17 @@ impl Posting<Destination<'_>, Imm> {
 impl Poster for Destination<'_> {
     type Posted<F> = F;
 
-    #[inline(always)]
+    #[inline]
     fn submit<F, W: FnOnce(Destination<'_>) -> F>(self, flags: SendFlags, work: W) -> F {
         work(self.with_flags(flags))
     }
 
-    #[inline(always)]
+    #[inline]
     fn submit_inline(self, flags: SendFlags, request: SendRequest, bytes: &[u8]) -> Send<()> {
         self.with_flags(flags).post_inline(request, bytes)
     }
 
-    #[inline(always)]
+    #[inline]
     fn try_submit<F, B>(
         self,
         flags: SendFlags,
@@ -400,7 +400,7 @@ impl Poster for Destination<'_> {
 
 /// The operations of the queue pair without options.
 impl<'a> From<&'a QueuePair> for Posting<Destination<'a>> {
-    #[inline(always)]
+    #[inline]
     fn from(qp: &'a QueuePair) -> Self {
         Self::new(qp.destination())
     }
@@ -409,14 +409,14 @@ impl<'a> From<&'a QueuePair> for Posting<Destination<'a>> {
 impl QueuePair {
     /// Returns its operations with a fence: they start after all READs and atomics posted before
     /// (RC, `IBV_SEND_FENCE`).
-    #[inline(always)]
+    #[inline]
     pub fn fenced(&self) -> Posting<Destination<'_>> {
         Posting::from(self).fenced()
     }
 
     /// Returns its operations with solicited messages, which raise a solicited event at the
     /// receiver (`IBV_SEND_SOLICITED`).
-    #[inline(always)]
+    #[inline]
     pub fn solicited(&self) -> Posting<Destination<'_>> {
         Posting::from(self).solicited()
     }
@@ -424,7 +424,7 @@ impl QueuePair {
     /// Returns its operations that carry 4 bytes of immediate data: SENDs, and WRITEs, which
     /// thereby consume a receive of the peer. The receiver finds the data in
     /// [`Received::imm`](super::Received::imm).
-    #[inline(always)]
+    #[inline]
     pub fn with_imm(&self, imm: Imm) -> Posting<Destination<'_>, Imm> {
         Posting::from(self).with_imm(imm)
     }
