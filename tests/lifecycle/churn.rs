@@ -101,9 +101,10 @@ fn closed_connections_leak_nothing() {
 
 #[test]
 fn tables_of_simultaneous_connections_are_freed() {
-    /// Bytes left of all connections: of 150 pairs, less than half of their records in the software
-    /// device's connection manager.
-    const LEFT: usize = 30_000;
+    /// Bytes left of all connections: of 150 pairs, less than their records in the device's
+    /// connection manager, which take more than 60,000. What a device keeps for later connections
+    /// takes up to 30,500, depending on the order in which they close.
+    const LEFT: usize = 45_000;
     /// Closed connections whose resources a device keeps.
     const KEPT: usize = 8;
     let many = scaled(150);
