@@ -12,7 +12,7 @@ use crate::types::{Imm, SendFlags, SendOp, Transport, WindowBind};
 pub(super) const READ: &str = "READ (transport RC or DC required)";
 
 #[derive(Debug, Clone, Copy)]
-pub struct SendRequest {
+pub(crate) struct SendRequest {
     pub(super) op: SendOp,
     pub(super) remote_len: u64,
 }

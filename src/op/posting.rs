@@ -65,23 +65,20 @@ pub trait Poster: Copy {
     type Posted<F>;
 
     #[doc(hidden)]
-    fn submit<F, W>(self, flags: SendFlags, work: W) -> Self::Posted<F>
+    fn submit<F, W>(self, work: W) -> Self::Posted<F>
     where
         F: std::marker::Send + 'static,
         W: FnOnce(Destination<'_>) -> F + std::marker::Send + 'static;
 
     #[doc(hidden)]
-    fn submit_inline(
-        self,
-        flags: SendFlags,
-        request: SendRequest,
-        bytes: &[u8],
-    ) -> Self::Posted<Send<()>>;
+    fn submit_inline<F, W>(self, bytes: &[u8], work: W) -> Self::Posted<F>
+    where
+        F: std::marker::Send + 'static,
+        W: FnOnce(Destination<'_>, &[u8]) -> F + std::marker::Send + 'static;
 
     #[doc(hidden)]
     fn try_submit<F, B>(
         self,
-        flags: SendFlags,
         held: B,
         work: impl FnOnce(Destination<'_>, B) -> Result<F, TryError<B>>,
     ) -> Result<F, TryError<B>>;
@@ -239,18 +236,19 @@ impl<P: Poster> Posting<P> {
     }
 
     pub(crate) fn post_atomic(self, request: AtomicRequest) -> P::Posted<Atomic> {
-        self.to.submit(self.flags, move |to| to.post_atomic(request))
+        self.to.submit(move |to| to.with_flags(self.flags).post_atomic(request))
     }
 
     pub(crate) fn post_all<B: Gather>(self, batch: Batch<B>) -> P::Posted<BatchOp<B>> {
-        self.to.submit(self.flags, move |to| to.post_batch(batch))
+        self.to.submit(move |to| to.with_flags(self.flags).post_batch(batch))
     }
 
     pub(crate) fn try_post_all<B: Gather>(
         self,
         batch: Batch<B>,
     ) -> Result<BatchOp<B>, TryError<Batch<B>>> {
-        match self.to.try_submit(self.flags, batch, |to, batch| to.try_post_batch(batch)) {
+        let work = |to: Destination<'_>, batch| to.with_flags(self.flags).try_post_batch(batch);
+        match self.to.try_submit(batch, work) {
             Err(TryError::Refused(error)) => {
                 Ok(BatchOp::refused(error.kind(), error.into_buffer()))
             }
@@ -323,12 +321,15 @@ impl<P: Poster, X> Posting<P, X> {
         request: SendRequest,
         buffer: B,
     ) -> P::Posted<Operation<ReturnBuffer<B>>> {
-        self.to.submit(self.flags, move |to| to.post(request, buffer))
+        self.to.submit(move |to| to.with_flags(self.flags).post(request, buffer))
     }
 
     #[inline]
     pub(crate) fn post_inline(self, request: SendRequest, bytes: &[u8]) -> P::Posted<Send<()>> {
-        self.to.submit_inline(self.flags, request, bytes)
+        let work = move |to: Destination<'_>, bytes: &[u8]| {
+            to.with_flags(self.flags).post_inline(request, bytes)
+        };
+        self.to.submit_inline(bytes, work)
     }
 
     #[inline]
@@ -337,7 +338,9 @@ impl<P: Poster, X> Posting<P, X> {
         request: SendRequest,
         buffer: B,
     ) -> Result<Operation<ReturnBuffer<B>>, TryError<B>> {
-        self.to.try_submit(self.flags, buffer, |to, buffer| to.try_post(request, buffer))
+        let work =
+            |to: Destination<'_>, buffer| to.with_flags(self.flags).try_post(request, buffer);
+        self.to.try_submit(buffer, work)
     }
 }
 
@@ -378,23 +381,22 @@ impl Poster for Destination<'_> {
     type Posted<F> = F;
 
     #[inline]
-    fn submit<F, W: FnOnce(Destination<'_>) -> F>(self, flags: SendFlags, work: W) -> F {
-        work(self.with_flags(flags))
+    fn submit<F, W: FnOnce(Destination<'_>) -> F>(self, work: W) -> F {
+        work(self)
     }
 
     #[inline]
-    fn submit_inline(self, flags: SendFlags, request: SendRequest, bytes: &[u8]) -> Send<()> {
-        self.with_flags(flags).post_inline(request, bytes)
+    fn submit_inline<F, W: FnOnce(Destination<'_>, &[u8]) -> F>(self, bytes: &[u8], work: W) -> F {
+        work(self, bytes)
     }
 
     #[inline]
     fn try_submit<F, B>(
         self,
-        flags: SendFlags,
         held: B,
         work: impl FnOnce(Destination<'_>, B) -> Result<F, TryError<B>>,
     ) -> Result<F, TryError<B>> {
-        work(self.with_flags(flags), held)
+        work(self, held)
     }
 }
 

@@ -14,8 +14,7 @@ use super::pooled::{Entry, PooledOperation, Waiting, Work};
 use crate::dc::DcPeer;
 use crate::engine::WorkQueue;
 use crate::error::{CompletionError, OpError, OpErrorKind, TryError};
-use crate::op::{Destination, Poster, Send as Sending, SendRequest};
-use crate::types::SendFlags;
+use crate::op::{Destination, Poster};
 
 /// A peer leaves a shared initiator only for one with this many fewer work requests: a switch costs
 /// a connection.
@@ -300,38 +299,35 @@ impl DcPoolPeer {
 impl Poster for &DcPoolPeer {
     type Posted<F> = PooledOperation<F>;
 
-    fn submit<F, W>(self, flags: SendFlags, work: W) -> PooledOperation<F>
+    fn submit<F, W>(self, work: W) -> PooledOperation<F>
     where
         F: Send + 'static,
         W: FnOnce(Destination<'_>) -> F + Send + 'static,
     {
         self.peer.submit(false, move |grant| {
-            work(grant.map_or_else(Destination::refused, |grant| grant.to.with_flags(flags)))
+            work(grant.map_or_else(Destination::refused, |grant| grant.to))
         })
     }
 
-    fn submit_inline(
-        self,
-        flags: SendFlags,
-        request: SendRequest,
-        bytes: &[u8],
-    ) -> PooledOperation<Sending<()>> {
+    fn submit_inline<F, W>(self, bytes: &[u8], work: W) -> PooledOperation<F>
+    where
+        F: Send + 'static,
+        W: FnOnce(Destination<'_>, &[u8]) -> F + Send + 'static,
+    {
         if let Some(mut guard) = self.peer.try_enter(false) {
-            let to = guard.grant().to.with_flags(flags);
-            return PooledOperation::posted(to.post_inline(request, bytes));
+            return PooledOperation::posted(work(guard.grant().to, bytes));
         }
         let bytes: SmallVec<[u8; 64]> = SmallVec::from_slice(bytes);
-        self.submit(flags, move |to| to.post_inline(request, &bytes))
+        self.submit(move |to| work(to, &bytes))
     }
 
     fn try_submit<F, B>(
         self,
-        flags: SendFlags,
         held: B,
         work: impl FnOnce(Destination<'_>, B) -> Result<F, TryError<B>>,
     ) -> Result<F, TryError<B>> {
         match self.peer.try_enter(false) {
-            Some(mut guard) => work(guard.grant().to.with_flags(flags), held),
+            Some(mut guard) => work(guard.grant().to, held),
             None => Err(match self.peer.core.refusal() {
                 Some(kind) => TryError::Refused(OpError::new(kind, held)),
                 None => TryError::Full(held),
@@ -389,25 +385,21 @@ impl DcLease {
 impl Poster for &DcLease {
     type Posted<F> = F;
 
-    fn submit<F, W: FnOnce(Destination<'_>) -> F>(self, flags: SendFlags, work: W) -> F {
-        self.enter(|to| work(to.map_or_else(Destination::refused, |to| to.with_flags(flags))))
+    fn submit<F, W: FnOnce(Destination<'_>) -> F>(self, work: W) -> F {
+        self.enter(|to| work(to.unwrap_or_else(Destination::refused)))
     }
 
-    fn submit_inline(self, flags: SendFlags, request: SendRequest, bytes: &[u8]) -> Sending<()> {
-        let refused = Destination::refused;
-        self.enter(|to| {
-            to.map_or_else(refused, |to| to.with_flags(flags)).post_inline(request, bytes)
-        })
+    fn submit_inline<F, W: FnOnce(Destination<'_>, &[u8]) -> F>(self, bytes: &[u8], work: W) -> F {
+        self.enter(|to| work(to.unwrap_or_else(Destination::refused), bytes))
     }
 
     fn try_submit<F, B>(
         self,
-        flags: SendFlags,
         held: B,
         work: impl FnOnce(Destination<'_>, B) -> Result<F, TryError<B>>,
     ) -> Result<F, TryError<B>> {
         self.enter(|to| match to {
-            Ok(to) => work(to.with_flags(flags), held),
+            Ok(to) => work(to, held),
             Err(kind) => Err(TryError::Refused(OpError::new(kind, held))),
         })
     }
