@@ -305,7 +305,7 @@ impl Flow {
     /// Processes a header. Returns the number of further offers that are done.
     pub fn receive(&mut self, header: Header) -> Result<u32, Violation> {
         let released = header.released.wrapping_sub(self.confirmed) & COUNT_MASK;
-        let in_use = self.sent.wrapping_sub(self.confirmed);
+        let in_use = self.in_use();
         if released > in_use {
             return Err(Violation::Credits { announced: released, in_use });
         }
