@@ -3,9 +3,10 @@
 //! Uses the device that `TOKIO_RDMA_DEVICE` names, or the software device. `TOKIO_RDMA_SECONDS`
 //! sets how long the streams of the crowd run.
 
+use std::future::poll_fn;
 use std::io::ErrorKind;
 use std::net::SocketAddr;
-use std::pin::Pin;
+use std::pin::{Pin, pin};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::task::{Context, Wake, Waker};
@@ -18,6 +19,7 @@ use crate::torture::{
 use bytes::Bytes;
 use futures::FutureExt;
 use tokio::io::{AsyncBufReadExt, AsyncReadExt, AsyncWrite, AsyncWriteExt, Interest};
+use tokio::sync::oneshot;
 use tokio_rdma::connection::{BufferBudget, Content, Handshake, RefusalReason, Violation};
 use tokio_rdma::software::Network;
 use tokio_rdma::stream::{OwnedReadHalf, OwnedWriteHalf};
@@ -34,10 +36,18 @@ pub(crate) async fn streams(config: &ConnectionConfig) -> [RdmaStream; 2] {
 }
 
 async fn streams_in(network: &Network, config: &ConnectionConfig) -> [RdmaStream; 2] {
+    streams_between(network, config, config).await
+}
+
+async fn streams_between(
+    network: &Network,
+    client: &ConnectionConfig,
+    server: &ConnectionConfig,
+) -> [RdmaStream; 2] {
     let (device, _) = device(network);
     let listener =
-        RdmaListener::bind_with(&device, connected::address(&device), config).await.unwrap();
-    let connecting = RdmaStream::connect_with(&device, listener.local_addr().unwrap(), config);
+        RdmaListener::bind_with(&device, connected::address(&device), server).await.unwrap();
+    let connecting = RdmaStream::connect_with(&device, listener.local_addr().unwrap(), client);
     let both = async { tokio::try_join!(connecting, listener.accept()) };
     let (client, (server, peer)) = soon("connect", both).await.unwrap();
     assert_eq!(client.local_addr().unwrap(), peer);
@@ -79,13 +89,8 @@ fn stream_is_writable_once_the_peer_has_read_everything() {
         for (send_buffers, receives) in [(16, 128), (1, 24)] {
             let server = quiet.clone().receive_buffers(receives);
             let client = quiet.clone().send_buffers(send_buffers);
-            let (device, _) = device(&Network::new());
-            let address = connected::address(&device);
-            let listener = RdmaListener::bind_with(&device, address, &server).await.unwrap();
-            let to = listener.local_addr().unwrap();
-            let connecting = RdmaStream::connect_with(&device, to, &client);
-            let both = async { tokio::try_join!(connecting, listener.accept()) };
-            let (mut ours, (mut theirs, _)) = soon("connect", both).await.unwrap();
+            let ends = streams_between(&Network::new(), &client, &server).await;
+            let [mut ours, mut theirs] = ends;
             let mut read = vec![0; 32 << 10];
             for _ in 0..60 {
                 soon("writable", ours.writable()).await.unwrap();
@@ -104,7 +109,6 @@ fn writer_that_waits_for_buffers_goes_on_although_fewer_can_be_registered() {
         return;
     }
     run("fewer buffers", || async {
-        let network = Network::new();
         let config = |budget| {
             ConnectionConfig::for_streams()
                 .receive_buffer_size(1024)
@@ -113,25 +117,28 @@ fn writer_that_waits_for_buffers_goes_on_although_fewer_can_be_registered() {
                 .shrink_after(Duration::from_secs(3600))
                 .budget(&BufferBudget::new(budget))
         };
-        let (device, _) = device(&network);
-        let address = connected::address(&device);
-        let listener = RdmaListener::bind_with(&device, address, &config(10_000)).await.unwrap();
-        let to = listener.local_addr().unwrap();
-        let client = config(30_000);
-        let connecting = RdmaStream::connect_with(&device, to, &client);
-        let both = async { tokio::try_join!(connecting, listener.accept()) };
-        let (mut ours, (mut theirs, _)) = soon("connect", both).await.unwrap();
+        let ends = streams_between(&Network::new(), &config(30_000), &config(10_000)).await;
+        let [mut ours, mut theirs] = ends;
+        // The writer holds bytes, and waits.
+        let mut written = 0;
+        while let Ok(number) = ours.try_write(&[7; 500]) {
+            written += number;
+        }
+        let rest = vec![7; 200_000 - written];
+        let (waits, waiting) = oneshot::channel();
         let writing = tokio::spawn(async move {
-            for _ in 0..400 {
-                soon("write", ours.write_all(&[7; 500])).await.unwrap();
-            }
-            ours
+            let (mut waits, mut writing) = (Some(waits), pin!(ours.write_all(&rest)));
+            let written = poll_fn(|context| {
+                let written = writing.as_mut().poll(context);
+                waits.take().filter(|_| written.is_pending()).map(|waits| waits.send(()));
+                written
+            });
+            soon("writes", written).await.unwrap();
         });
-        // Meanwhile, the writer holds bytes.
-        tokio::time::sleep(Duration::from_millis(100)).await;
+        soon("a writer that waits", waiting).await.unwrap();
         let mut read = vec![0; 200_000];
         soon("read", theirs.read_exact(&mut read)).await.unwrap();
-        drop(soon("writing", writing).await.unwrap());
+        soon("writing", writing).await.unwrap();
     });
 }
 
