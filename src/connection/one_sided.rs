@@ -10,10 +10,11 @@ use super::handle::{Connection, Handle};
 use super::shared::WaitGuard;
 use super::state::ConnectionState;
 use crate::coop::within_budget;
+use crate::engine::WorkRequest;
 use crate::error::{LimitError, OpError, SetupError};
 use crate::memory::{BufMut, ExposedRegion, Gather, Pool, PoolError, Scatter};
 use crate::memory::{HostMemory, RemoteRegion, Storage};
-use crate::op::{Atomic, AtomicRequest, Batch, BatchOp, PendingLease, Read, SendRequest, Write};
+use crate::op::{Atomic, Batch, BatchOp, PendingLease, Read, Write};
 use crate::types::{Access, Imm};
 use crate::verbs::ProtectionDomain;
 
@@ -103,14 +104,14 @@ impl Connection {
     /// Writes to the peer's memory like [`QueuePair::write`](crate::QueuePair::write). The data is
     /// visible to the peer when it receives a message sent afterwards.
     pub fn write<B: Gather>(&self, buffer: B, remote: RemoteRegion) -> Write<B> {
-        self.qp().destination().post(SendRequest::write(remote), buffer)
+        self.qp().destination().post(WorkRequest::write(remote), buffer)
     }
 
     /// Like [`write`](Self::write), but copies `bytes` at once. Fails with
     /// [`OpErrorKind::Limit`](crate::OpErrorKind::Limit) above
     /// [`max_inline`](super::ConnectionConfig::max_inline) bytes.
     pub fn write_inline(&self, bytes: &[u8], remote: RemoteRegion) -> Write<()> {
-        self.qp().destination().post_inline(SendRequest::write(remote), bytes)
+        self.qp().destination().post(WorkRequest::write(remote).inline(bytes), ())
     }
 
     /// Like [`write`](Self::write), but also notifies the peer: its
@@ -157,17 +158,17 @@ impl Connection {
     /// Reads the peer's memory like [`QueuePair::read`](crate::QueuePair::read). After an error,
     /// the content of the buffer is arbitrary.
     pub fn read<B: Scatter>(&self, buffer: B, remote: RemoteRegion) -> Read<B> {
-        self.qp().destination().post(SendRequest::read(remote), buffer)
+        self.qp().destination().post(WorkRequest::read(remote), buffer)
     }
 
     /// Compares and swaps like [`QueuePair::compare_swap`](crate::QueuePair::compare_swap).
     pub fn compare_swap(&self, remote: RemoteRegion, compare: u64, swap: u64) -> Atomic {
-        self.qp().destination().post_atomic(AtomicRequest::compare_swap(remote, compare, swap))
+        self.qp().destination().post_atomic(WorkRequest::compare_swap(remote, compare, swap))
     }
 
     /// Adds like [`QueuePair::fetch_add`](crate::QueuePair::fetch_add).
     pub fn fetch_add(&self, remote: RemoteRegion, add: u64) -> Atomic {
-        self.qp().destination().post_atomic(AtomicRequest::fetch_add(remote, add))
+        self.qp().destination().post_atomic(WorkRequest::fetch_add(remote, add))
     }
 
     /// Posts WRITEs and READs with one doorbell, like

@@ -1,10 +1,11 @@
 use super::{DcLease, DcPoolPeer, PooledOperation};
+use crate::engine::WorkRequest;
 use crate::error::TryError;
 use crate::memory::{Gather, RemoteRegion, Scatter};
 #[cfg(doc)]
 use crate::op::QueuePair;
 use crate::op::operations;
-use crate::op::{Atomic, AtomicRequest, Batch, BatchOp, Posting, Read, Send, SendRequest, Write};
+use crate::op::{Atomic, Batch, BatchOp, Posting, Read, Send, Write};
 use crate::types::Imm;
 
 macro_rules! options {

@@ -77,4 +77,6 @@ pub(crate) use queue_pair_core::{QueuePairCore, SharedReceives, destroy_shared};
 pub(crate) use runtime::is_current;
 pub(crate) use work_queue::{QUEUE_LINES, WorkQueue};
 pub use work_request::WorkQueueCounters;
-pub(crate) use work_request::{Limits, OnFull, Receiver, ReceiverKey, Refusal, Request, WorkKind};
+pub(crate) use work_request::{
+    Limits, OnFull, Receiver, ReceiverKey, Refusal, WorkKind, WorkRequest,
+};

@@ -83,7 +83,7 @@ impl Posting {
         result.map_err(|refused| refused.error)?;
         self.posted += 1;
         if is_traced() {
-            trace_posted(slot, wr.wr_id, kind);
+            trace_posted(slot, wr.wr_id);
         }
         Ok(())
     }
@@ -115,7 +115,7 @@ pub(super) fn is_traced() -> bool {
 }
 
 #[cold]
-pub(super) fn trace_posted<Q>(slot: &Slot<Q>, id: WrId, kind: WorkKind) {
-    rdma_provider::trace!(wr_id = %id, ?kind, "posted");
+pub(super) fn trace_posted<Q>(slot: &Slot<Q>, id: WrId) {
+    rdma_provider::trace!(wr_id = %id, "posted");
     slot.trace();
 }

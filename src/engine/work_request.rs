@@ -1,6 +1,6 @@
 use crate::error::{LimitError, OpErrorKind, RemoteAccess};
-use crate::memory::PdKey;
-use crate::types::{Data, DcKey, Qkey, Qpn, SendFlags, SendOp, SendTarget, Sge, WindowBind};
+use crate::memory::{PdKey, RemoteRegion};
+use crate::types::{Data, DcKey, Imm, Qkey, Qpn, SendFlags, SendOp, SendTarget, Sge, WindowBind};
 use crate::verbs::AddressHandle;
 
 #[derive(Debug, Clone, Copy)]
@@ -81,25 +81,106 @@ impl OwnedReceiver {
     }
 }
 
-#[derive(Debug)]
-pub(crate) struct Request<'a> {
+/// A work request without its buffers.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct WorkRequest<'a> {
     pub(crate) kind: WorkKind,
     pub(crate) flags: SendFlags,
+    /// Bytes of the remote region; `u64::MAX` if the request names none.
+    pub(crate) remote_len: u64,
     pub(crate) inline: Option<&'a [u8]>,
     /// Memory that a window is bound to; the buffer of the request keeps it alive.
     pub(crate) window: Option<&'a WindowBind>,
     pub(crate) to: Option<Receiver<'a>>,
-    pub(crate) remote_len: u64,
 }
 
-impl Request<'_> {
+impl<'a> WorkRequest<'a> {
     #[inline]
-    pub(crate) const fn new(kind: WorkKind, flags: SendFlags, remote_len: u64) -> Self {
-        Self { kind, flags, inline: None, window: None, to: None, remote_len }
+    const fn new(kind: WorkKind, flags: SendFlags, remote_len: u64) -> Self {
+        Self { kind, flags, remote_len, inline: None, window: None, to: None }
     }
 
-    pub(crate) fn accessed(&self) -> Option<RemoteAccess> {
-        self.kind.accessed(self.inline.map_or(0, |bytes| bytes.len() as u64))
+    #[inline]
+    pub(crate) const fn receive() -> Self {
+        Self::new(WorkKind::Receive, SendFlags::empty(), u64::MAX)
+    }
+
+    /// A request of a send queue that names no remote region.
+    #[inline]
+    pub(crate) const fn local(op: SendOp) -> Self {
+        Self::new(WorkKind::Send(op), SendFlags::SIGNALED, u64::MAX)
+    }
+
+    #[inline]
+    pub(crate) const fn send() -> Self {
+        Self::local(SendOp::Send)
+    }
+
+    #[inline]
+    pub(crate) const fn send_with_imm(imm: Imm) -> Self {
+        Self::local(SendOp::SendWithImm(imm))
+    }
+
+    #[inline]
+    pub(crate) const fn send_with_invalidate(remote: RemoteRegion) -> Self {
+        Self::local(SendOp::SendWithInvalidate(remote.rkey()))
+    }
+
+    /// A request that accesses `remote` by `op`.
+    #[inline]
+    pub(crate) const fn remote(op: SendOp, remote: RemoteRegion) -> Self {
+        Self::new(WorkKind::Send(op), SendFlags::SIGNALED, remote.len())
+    }
+
+    #[inline]
+    pub(crate) const fn write(remote: RemoteRegion) -> Self {
+        Self::remote(SendOp::Write(remote.remote_addr()), remote)
+    }
+
+    #[inline]
+    pub(crate) const fn write_with_imm(remote: RemoteRegion, imm: Imm) -> Self {
+        Self::remote(SendOp::WriteWithImm(remote.remote_addr(), imm), remote)
+    }
+
+    #[inline]
+    pub(crate) const fn read(remote: RemoteRegion) -> Self {
+        Self::remote(SendOp::Read(remote.remote_addr()), remote)
+    }
+
+    #[inline]
+    pub(crate) const fn compare_swap(remote: RemoteRegion, compare: u64, swap: u64) -> Self {
+        Self::remote(SendOp::CompareSwap { remote: remote.remote_addr(), compare, swap }, remote)
+    }
+
+    #[inline]
+    pub(crate) const fn fetch_add(remote: RemoteRegion, add: u64) -> Self {
+        Self::remote(SendOp::FetchAdd { remote: remote.remote_addr(), add }, remote)
+    }
+
+    #[inline]
+    pub(crate) fn with_flags(self, flags: SendFlags) -> Self {
+        Self { flags: self.flags | flags, ..self }
+    }
+
+    /// Sends `bytes`, which the call that posts copies, instead of a buffer.
+    #[inline]
+    pub(crate) const fn inline(self, bytes: &'a [u8]) -> Self {
+        Self { inline: Some(bytes), ..self }
+    }
+
+    /// Returns true if the request consists of a kind, flags and buffers.
+    #[inline]
+    pub(super) const fn is_simple(&self) -> bool {
+        self.inline.is_none() && self.window.is_none() && self.to.is_none()
+    }
+
+    #[inline]
+    pub(crate) const fn accessed(&self) -> Option<RemoteAccess> {
+        let len = match self.inline {
+            Some(bytes) => bytes.len() as u64,
+            None => 0,
+        };
+        self.kind.accessed(len)
     }
 }
 

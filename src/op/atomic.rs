@@ -5,12 +5,12 @@ use std::task::{Context, Poll};
 
 use super::checked::Checked;
 use super::operation::{Operation, OperationKind};
-use super::post::{Destination, SendRequest, SendRoute};
+use super::post::Destination;
 use super::queue_pair::QueuePair;
-use crate::engine::WorkQueue;
+use crate::engine::{WorkQueue, WorkRequest};
 use crate::error::{OpError, OpErrorKind, TryError, VerbError};
 use crate::memory::{BufMut, PoolError, RemoteRegion};
-use crate::types::{SendOp, WorkCompletion, WrId};
+use crate::types::{WorkCompletion, WrId};
 
 /// An atomic operation in flight. The future returns the previous value.
 ///
@@ -52,7 +52,7 @@ impl QueuePair {
     ///   or no longer.
     #[inline]
     pub fn compare_swap(&self, remote: RemoteRegion, compare: u64, swap: u64) -> Atomic {
-        self.destination().post_atomic(AtomicRequest::compare_swap(remote, compare, swap))
+        self.destination().post_atomic(WorkRequest::compare_swap(remote, compare, swap))
     }
 
     /// Adds `add`, wrapping, to the 8 bytes of `remote`, and returns the previous value (RC).
@@ -60,7 +60,7 @@ impl QueuePair {
     /// Otherwise like [`compare_swap`](Self::compare_swap).
     #[inline]
     pub fn fetch_add(&self, remote: RemoteRegion, add: u64) -> Atomic {
-        self.destination().post_atomic(AtomicRequest::fetch_add(remote, add))
+        self.destination().post_atomic(WorkRequest::fetch_add(remote, add))
     }
 
     /// Posts a [`compare_swap`](Self::compare_swap) if the send queue has a free slot.
@@ -74,7 +74,7 @@ impl QueuePair {
         compare: u64,
         swap: u64,
     ) -> Result<Atomic, TryError<()>> {
-        self.destination().try_post_atomic(AtomicRequest::compare_swap(remote, compare, swap))
+        self.destination().try_post_atomic(WorkRequest::compare_swap(remote, compare, swap))
     }
 
     /// Posts a [`fetch_add`](Self::fetch_add) if the send queue has a free slot.
@@ -83,64 +83,45 @@ impl QueuePair {
     ///
     /// See [`TryError`].
     pub fn try_fetch_add(&self, remote: RemoteRegion, add: u64) -> Result<Atomic, TryError<()>> {
-        self.destination().try_post_atomic(AtomicRequest::fetch_add(remote, add))
-    }
-}
-
-#[derive(Debug, Clone, Copy)]
-pub(crate) struct AtomicRequest {
-    op: SendOp,
-    remote: RemoteRegion,
-}
-
-impl AtomicRequest {
-    #[inline]
-    pub(crate) const fn compare_swap(remote: RemoteRegion, compare: u64, swap: u64) -> Self {
-        Self { op: SendOp::CompareSwap { remote: remote.remote_addr(), compare, swap }, remote }
-    }
-
-    #[inline]
-    pub(crate) const fn fetch_add(remote: RemoteRegion, add: u64) -> Self {
-        Self { op: SendOp::FetchAdd { remote: remote.remote_addr(), add }, remote }
+        self.destination().try_post_atomic(WorkRequest::fetch_add(remote, add))
     }
 }
 
 impl<'a> Destination<'a> {
     #[inline]
-    pub(crate) fn post_atomic(self, atomic: AtomicRequest) -> Atomic {
-        let operation =
-            self.prepare(&atomic).map(|(route, request, word)| route.post(request, word));
+    pub(crate) fn post_atomic(self, request: WorkRequest<'a>) -> Atomic {
+        let operation = self
+            .prepare(request)
+            .map(|(queue, request, word)| Operation::post(queue, request, word));
         Atomic { operation: operation.into() }
     }
 
-    fn try_post_atomic(self, atomic: AtomicRequest) -> Result<Atomic, TryError<()>> {
-        let operation = match self.prepare(&atomic) {
-            Ok((route, request, word)) => {
-                Ok(Operation::try_post(&route.queue_pair.send, route.request(request), word)?)
-            }
+    fn try_post_atomic(self, request: WorkRequest<'a>) -> Result<Atomic, TryError<()>> {
+        let operation = match self.prepare(request) {
+            Ok((queue, request, word)) => Ok(Operation::try_post(queue, request, word)?),
             Err(kind) => Err(kind),
         };
         Ok(Atomic { operation: operation.into() })
     }
 
     #[inline]
-    fn prepare(
-        self,
-        &AtomicRequest { op, remote }: &AtomicRequest,
-    ) -> Result<Prepared<'a>, OpErrorKind> {
-        let route = self.route_for(op)?;
-        if remote.len() != 8 || !remote.addr().is_multiple_of(8) {
-            return Err(OpErrorKind::Misaligned { addr: remote.addr(), len: remote.len() });
+    fn prepare(self, request: WorkRequest<'a>) -> Result<Prepared<'a>, OpErrorKind> {
+        let addr = request.accessed().map_or(0, |accessed| accessed.addr);
+        let len = request.remote_len;
+        let route = self.route()?;
+        let (queue, request) = self.address(request)?;
+        if len != 8 || !addr.is_multiple_of(8) {
+            return Err(OpErrorKind::Misaligned { addr, len });
         }
         let word = route.queue_pair.alloc_atomic_result().map_err(|error| match error {
             PoolError::Limit(limit) => OpErrorKind::Limit(limit),
             _ => OpErrorKind::Post(VerbError::new("ibv_reg_mr", VerbError::ENOMEM)),
         })?;
-        Ok((route, SendRequest { op, remote_len: remote.len() }, word))
+        Ok((queue, request, word))
     }
 }
 
-type Prepared<'a> = (SendRoute<'a>, SendRequest, BufMut);
+type Prepared<'a> = (&'a Arc<WorkQueue>, WorkRequest<'a>, BufMut);
 
 impl Future for Atomic {
     type Output = Result<u64, OpError<()>>;

@@ -7,13 +7,15 @@ use std::sync::Arc;
 use std::task::{Context, Poll};
 
 use super::operation::leak_on_panic;
-use super::post::{Destination, READ, SendRequest, SendRoute};
+use super::post::{Destination, READ, SendRoute};
 use super::queue_pair::QueuePair;
 use crate::coop::within_budget;
-use crate::engine::{BatchEntry, Entries, InFlight, OnFull, Refusal, WorkQueue};
+use crate::engine::{
+    BatchEntry, Entries, InFlight, OnFull, Refusal, WorkKind, WorkQueue, WorkRequest,
+};
 use crate::error::{OpErrorKind, TryError};
 use crate::memory::{Gather, RemoteRegion, Scatter};
-use crate::types::{Imm, SendOp, Transport, WrId};
+use crate::types::{Imm, SendFlags, SendOp, Transport, WrId};
 
 /// Work requests with one doorbell, one future, and one completion unless
 /// [`signal_every`](Self::signal_every()) requests more.
@@ -84,25 +86,25 @@ impl<B: Gather> Batch<B> {
     /// Adds a SEND.
     #[inline]
     pub fn send(&mut self, buffer: B) -> &mut Self {
-        self.push(SendRequest::send(), buffer)
+        self.push(WorkRequest::send(), buffer)
     }
 
     /// Adds a SEND with 4 bytes of immediate data.
     #[inline]
     pub fn send_with_imm(&mut self, buffer: B, imm: Imm) -> &mut Self {
-        self.push(SendRequest::send_with_imm(imm), buffer)
+        self.push(WorkRequest::send_with_imm(imm), buffer)
     }
 
     /// Adds a WRITE.
     #[inline]
     pub fn write(&mut self, buffer: B, remote: RemoteRegion) -> &mut Self {
-        self.push(SendRequest::write(remote), buffer)
+        self.push(WorkRequest::write(remote), buffer)
     }
 
     /// Adds a WRITE that consumes a receive of the peer, which reports `imm`.
     #[inline]
     pub fn write_with_imm(&mut self, buffer: B, remote: RemoteRegion, imm: Imm) -> &mut Self {
-        self.push(SendRequest::write_with_imm(remote, imm), buffer)
+        self.push(WorkRequest::write_with_imm(remote, imm), buffer)
     }
 
     /// Adds a READ.
@@ -111,7 +113,7 @@ impl<B: Gather> Batch<B> {
     where
         B: Scatter,
     {
-        self.push(SendRequest::read(remote), buffer)
+        self.push(WorkRequest::read(remote), buffer)
     }
 
     /// Returns the number of work requests.
@@ -127,9 +129,9 @@ impl<B: Gather> Batch<B> {
     }
 
     #[inline(always)]
-    fn push(&mut self, request: SendRequest, buffer: B) -> &mut Self {
-        let SendRequest { op, remote_len } = request;
-        self.entries.push(op, remote_len, buffer.single());
+    fn push(&mut self, request: WorkRequest<'_>, buffer: B) -> &mut Self {
+        let WorkKind::Send(op) = request.kind else { unreachable!("a batch has no receives") };
+        self.entries.push(op, request.remote_len, buffer.single());
         self.buffers.push(buffer);
         if self.fence {
             self.fence_last();
@@ -200,7 +202,7 @@ impl QueuePair {
     /// unsupported), or there are more than `max_send_wr` or 2^19 of them, nothing is posted and
     /// all fail with that error.
     pub fn post_batch<B: Gather>(&self, batch: Batch<B>) -> BatchOp<B> {
-        self.destination().post_batch(batch)
+        self.destination().post_batch(batch, SendFlags::empty())
     }
 
     /// Posts a batch if the send queue has free slots for all of it.
@@ -212,23 +214,28 @@ impl QueuePair {
         &self,
         batch: Batch<B>,
     ) -> Result<BatchOp<B>, TryError<Batch<B>>> {
-        self.destination().try_post_batch(batch)
+        self.destination().try_post_batch(batch, SendFlags::empty())
     }
 }
 
 impl Destination<'_> {
-    pub(crate) fn post_batch<B: Gather>(self, batch: Batch<B>) -> BatchOp<B> {
-        self.post_checked(batch, batch_refusal)
+    pub(crate) fn post_batch<B: Gather>(self, batch: Batch<B>, flags: SendFlags) -> BatchOp<B> {
+        self.post_checked(batch, flags, batch_refusal)
     }
 
     /// Posts a batch, but refuses work requests that consume a receive of the peer, which are
     /// reserved for the messages of a connection.
     pub(crate) fn post_one_sided<B: Gather>(self, batch: Batch<B>) -> BatchOp<B> {
-        self.post_checked(batch, not_one_sided)
+        self.post_checked(batch, SendFlags::empty(), not_one_sided)
     }
 
-    fn post_checked<B: Gather>(self, batch: Batch<B>, check: BatchCheck) -> BatchOp<B> {
-        match self.submit_batch(batch, OnFull::Queue, check) {
+    fn post_checked<B: Gather>(
+        self,
+        batch: Batch<B>,
+        flags: SendFlags,
+        check: BatchCheck,
+    ) -> BatchOp<B> {
+        match self.submit_batch(batch, flags, OnFull::Queue, check) {
             Ok(operation) => operation,
             Err(_) => unreachable!("a batch that may be queued is never refused as full"),
         }
@@ -237,14 +244,16 @@ impl Destination<'_> {
     pub(crate) fn try_post_batch<B: Gather>(
         self,
         batch: Batch<B>,
+        flags: SendFlags,
     ) -> Result<BatchOp<B>, TryError<Batch<B>>> {
-        self.submit_batch(batch, OnFull::Try, batch_refusal).map_err(TryError::Full)
+        self.submit_batch(batch, flags, OnFull::Try, batch_refusal).map_err(TryError::Full)
     }
 
     fn submit_batch<B: Gather>(
         self,
         mut batch: Batch<B>,
-        patience: OnFull,
+        flags: SendFlags,
+        on_full: OnFull,
         check: BatchCheck,
     ) -> Result<BatchOp<B>, Batch<B>> {
         let checked =
@@ -262,10 +271,10 @@ impl Destination<'_> {
             queue.submit_batch(
                 &batch.entries,
                 &batch.buffers,
-                route.flags,
+                flags,
                 batch.signal_every,
                 route.to,
-                patience,
+                on_full,
             )
         });
         match submitted {

@@ -10,11 +10,11 @@ use super::checked::Checked;
 use super::expiry::Expiry;
 use super::operation::{Operation, OperationKind};
 use super::queue_pair::QueuePair;
-use crate::engine::{WorkKind, WorkQueue};
+use crate::engine::{WorkQueue, WorkRequest};
 use crate::error::{OpError, OpErrorKind, Outcome, SetupError};
 use crate::memory::RemoteRegion;
 use crate::memory::{BoundWindow, ExposedRegion, Gather, PdKey, Sealed};
-use crate::types::{Access, Rkey, SendFlags, SendOp, WorkCompletion};
+use crate::types::{Access, Rkey, SendOp, WorkCompletion};
 
 /// A part of an [`ExposedRegion`] that only the peer of one queue pair may access: a type 2 memory
 /// window.
@@ -130,7 +130,8 @@ impl QueuePair {
         range: Range<usize>,
         access: Access,
     ) -> Result<Operation<BindLease>, OpErrorKind> {
-        let route = self.destination().route_for(SendOp::BindWindow)?;
+        let request = WorkRequest::local(SendOp::BindWindow);
+        let (queue, request) = self.destination().address(request)?;
         let qp = self.inner.core.qp().map_err(|_| OpErrorKind::Closed)?;
         let (window, bind) =
             self.inner.core.windows().lease(self.protection_domain(), region, range, access)?;
@@ -139,7 +140,7 @@ impl QueuePair {
         let grant = RemoteRegion::new(bind.addr, bind.len, bind.rkey);
         let leased =
             Leased { window, grant, access, queue: self.send_queue().clone(), expiry: None };
-        Ok(route.post_binding(&bind, leased))
+        Ok(Operation::post(queue, WorkRequest { window: Some(&bind), ..request }, leased))
     }
 }
 
@@ -251,12 +252,12 @@ impl Lease {
     /// - [`OpErrorKind::TimedOut`] if the lease has [expired](Self::expire_at). Nothing was posted.
     pub fn invalidate(self) -> Invalidate {
         let queue = self.leased.queue.clone();
-        let what = WorkKind::Send(SendOp::LocalInvalidate(self.rkey()));
+        let request = WorkRequest::local(SendOp::LocalInvalidate(self.rkey()));
         if self.has_expired() {
             let kind = OpErrorKind::TimedOut { outcome: Outcome::NotSent };
             return Operation::refused(kind, self.leased);
         }
-        Operation::post(&queue, what, SendFlags::SIGNALED, u64::MAX, self.leased)
+        Operation::post(&queue, request, self.leased)
     }
 }
 

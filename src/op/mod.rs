@@ -28,14 +28,12 @@ mod write;
 
 pub use address_codec::EndpointError;
 pub use atomic::Atomic;
-pub(crate) use atomic::AtomicRequest;
 pub use batch::{Batch, BatchOp, BatchResult};
 pub(crate) use deadline::Work;
 pub use deadline::{DeadlineError, Revocable, Within};
 pub use lease::{Invalidate, Lease, PendingLease};
 pub use operation::Operation;
 pub use post::Destination;
-pub(crate) use post::SendRequest;
 pub(crate) use posting::operations;
 pub use posting::{Poster, Posting};
 pub(crate) use queue_pair::{Path, WeakQueuePair};

@@ -5,10 +5,10 @@ use std::pin::Pin;
 use std::sync::Arc;
 use std::task::{Context, Poll};
 
-use crate::engine::{Claim, InFlight, OnFull, Refusal, Request, WorkKind, WorkQueue};
+use crate::engine::{Claim, InFlight, OnFull, Refusal, WorkQueue, WorkRequest};
 use crate::error::{OpError, OpErrorKind, RemoteAccess, TryError};
 use crate::memory::{Gather, Sealed as _};
-use crate::types::{SendFlags, WorkCompletion, WrId};
+use crate::types::{WorkCompletion, WrId};
 
 /// The kind of an [`Operation`]: what it owns while it is in flight and what its future returns.
 ///
@@ -54,43 +54,28 @@ pub struct Operation<F: OperationKind> {
 }
 
 impl<F: OperationKind> Operation<F> {
-    /// Posts or queues a work request for the buffers of `held`. `remote_len` is the length of the
-    /// remote memory in bytes, `u64::MAX` without any.
-    ///
-    /// The request is passed in parts, to stay in registers.
+    /// Posts or queues a work request for the buffers of `held`.
     #[inline(always)]
-    pub(crate) fn post(
-        queue: &Arc<WorkQueue>,
-        kind: WorkKind,
-        flags: SendFlags,
-        remote_len: u64,
-        held: F::Held,
-    ) -> Self {
+    pub(crate) fn post(queue: &Arc<WorkQueue>, request: WorkRequest<'_>, held: F::Held) -> Self {
         // A panic leaks `held`, as in `leak_on_panic`.
         let held = ManuallyDrop::new(held);
-        let (claim, held) = match queue.submit_now(kind, flags, remote_len, held.single()) {
+        let (claim, held) = match queue.submit_now(&request, held.single()) {
             Some(claim) => (claim, held),
             None => {
                 // Through a variable: a call that returned straight into the result would keep
                 // that in memory for every operation.
-                let posted = submit_other(queue, Request::new(kind, flags, remote_len), held);
+                let posted = submit_other(queue, request, held);
                 (posted.0, posted.1)
             }
         };
         let in_flight = InFlight::new(claim, ManuallyDrop::into_inner(held));
-        Self { in_flight, accessed: kind.accessed(0) }
-    }
-
-    pub(crate) fn post_any(queue: &Arc<WorkQueue>, request: Request<'_>, held: F::Held) -> Self {
-        let accessed = request.accessed();
-        let (claim, held) = leak_on_panic(held, |held| submit(queue, request, held));
-        Self { in_flight: InFlight::new(claim, held), accessed }
+        Self { in_flight, accessed: request.accessed() }
     }
 
     #[inline]
     pub(crate) fn try_post(
         queue: &Arc<WorkQueue>,
-        request: Request<'_>,
+        request: WorkRequest<'_>,
         held: F::Held,
     ) -> Result<Self, TryError<F::Buffer>> {
         let accessed = request.accessed();
@@ -138,19 +123,15 @@ impl<F: OperationKind> Operation<F> {
 #[cold]
 fn submit_other<B: Gather>(
     queue: &Arc<WorkQueue>,
-    request: Request<'_>,
+    request: WorkRequest<'_>,
     held: ManuallyDrop<B>,
 ) -> (Claim<WorkQueue>, ManuallyDrop<B>) {
-    (submit(queue, request, &*held), held)
-}
-
-#[inline(never)]
-fn submit<B: Gather>(queue: &Arc<WorkQueue>, request: Request<'_>, held: &B) -> Claim<WorkQueue> {
-    match queue.submit(request, held, OnFull::Queue) {
+    let claim = match queue.submit(request, &*held, OnFull::Queue) {
         Ok(claim) => claim,
         Err(Refusal::Error(kind)) => Claim::refused(kind),
         Err(Refusal::Full) => unreachable!("a request that may be queued is never refused as full"),
-    }
+    };
+    (claim, held)
 }
 
 /// Calls `post`. If it panics, `held` is leaked: the device or the wait queue may already use the

@@ -2,59 +2,18 @@
 
 #![forbid(unsafe_code)]
 
+use std::sync::Arc;
+
 use super::operation::{Operation, OperationKind, ReturnBuffer};
 use super::queue_pair::Inner;
-use crate::engine::{Receiver, ReceiverKey, Request, WorkKind};
+use crate::engine::{Receiver, ReceiverKey, WorkKind, WorkQueue, WorkRequest};
 use crate::error::{OpErrorKind, TryError};
-use crate::memory::{Gather, RemoteRegion};
-use crate::types::{Imm, SendFlags, SendOp, Transport, WindowBind};
+use crate::memory::Gather;
+use crate::types::{SendOp, Transport};
 
 pub(super) const READ: &str = "READ (transport RC or DC required)";
 
-#[derive(Debug, Clone, Copy)]
-pub(crate) struct SendRequest {
-    pub(super) op: SendOp,
-    pub(super) remote_len: u64,
-}
-
-impl SendRequest {
-    #[inline]
-    const fn message(op: SendOp) -> Self {
-        Self { op, remote_len: u64::MAX }
-    }
-
-    #[inline]
-    pub(crate) const fn send() -> Self {
-        Self::message(SendOp::Send)
-    }
-
-    #[inline]
-    pub(crate) const fn send_with_imm(imm: Imm) -> Self {
-        Self::message(SendOp::SendWithImm(imm))
-    }
-
-    #[inline]
-    pub(crate) const fn send_with_invalidate(remote: RemoteRegion) -> Self {
-        Self::message(SendOp::SendWithInvalidate(remote.rkey()))
-    }
-
-    #[inline]
-    pub(crate) const fn write(remote: RemoteRegion) -> Self {
-        Self { op: SendOp::Write(remote.remote_addr()), remote_len: remote.len() }
-    }
-
-    #[inline]
-    pub(crate) const fn write_with_imm(remote: RemoteRegion, imm: Imm) -> Self {
-        Self { op: SendOp::WriteWithImm(remote.remote_addr(), imm), remote_len: remote.len() }
-    }
-
-    #[inline]
-    pub(crate) const fn read(remote: RemoteRegion) -> Self {
-        Self { op: SendOp::Read(remote.remote_addr()), remote_len: remote.len() }
-    }
-}
-
-/// A send queue, and for DC the peer.
+/// A send queue, and for UD and DC the receiver; or why neither can be used.
 #[derive(Debug, Clone, Copy)]
 pub struct Destination<'a>(Result<SendRoute<'a>, OpErrorKind>);
 
@@ -63,23 +22,17 @@ pub(super) struct SendRoute<'a> {
     /// The state that clones of the queue pair share. A reference to a clone would force it out of
     /// registers.
     pub(super) queue_pair: &'a Inner,
-    pub(super) flags: SendFlags,
     pub(super) to: Option<Receiver<'a>>,
 }
 
 impl<'a> Destination<'a> {
     #[inline(always)]
     pub(crate) const fn new(queue_pair: &'a Inner, to: Option<Receiver<'a>>) -> Self {
-        Self(Ok(SendRoute { queue_pair, flags: SendFlags::empty(), to }))
+        Self(Ok(SendRoute { queue_pair, to }))
     }
 
     pub(crate) const fn refused(kind: OpErrorKind) -> Self {
         Self(Err(kind))
-    }
-
-    #[inline(always)]
-    pub(crate) fn with_flags(self, flags: SendFlags) -> Self {
-        Self(self.0.map(|route| SendRoute { flags, ..route }))
     }
 
     pub(super) fn with_receiver<'b>(self, receiver: Receiver<'b>) -> Destination<'b>
@@ -94,105 +47,52 @@ impl<'a> Destination<'a> {
         self.0
     }
 
+    /// Adds the receiver to `request`, and returns the queue to post it to, unless the transport
+    /// lacks the operation.
     #[inline(always)]
-    pub(super) fn route_for(self, op: SendOp) -> Result<SendRoute<'a>, OpErrorKind> {
+    pub(super) fn address(
+        self,
+        request: WorkRequest<'a>,
+    ) -> Result<(&'a Arc<WorkQueue>, WorkRequest<'a>), OpErrorKind> {
         let route = self.0?;
-        match route.refusal(op) {
+        match route.refusal(request.kind) {
             Some(kind) => Err(kind),
-            None => Ok(route),
+            None => Ok((&route.queue_pair.send, WorkRequest { to: route.to, ..request })),
         }
     }
 
     #[inline(always)]
     pub(crate) fn post<F: OperationKind>(
         self,
-        request: SendRequest,
+        request: WorkRequest<'a>,
         held: F::Held,
     ) -> Operation<F> {
-        match self.route_for(request.op) {
-            Ok(route) => route.post(request, held),
+        match self.address(request) {
+            Ok((queue, request)) => Operation::post(queue, request, held),
             Err(kind) => Operation::refused(kind, held),
-        }
-    }
-
-    #[inline]
-    pub(crate) fn post_inline(
-        self,
-        request: SendRequest,
-        bytes: &[u8],
-    ) -> Operation<ReturnBuffer<()>> {
-        match self.route_for(request.op) {
-            Ok(route) => {
-                let request = Request { inline: Some(bytes), ..route.request(request) };
-                Operation::post_any(&route.queue_pair.send, request, ())
-            }
-            Err(kind) => Operation::refused(kind, ()),
         }
     }
 
     #[inline]
     pub(crate) fn try_post<B: Gather>(
         self,
-        request: SendRequest,
+        request: WorkRequest<'a>,
         buffer: B,
     ) -> Result<Operation<ReturnBuffer<B>>, TryError<B>> {
-        match self.route_for(request.op) {
-            Ok(route) => {
-                Operation::try_post(&route.queue_pair.send, route.request(request), buffer)
-            }
+        match self.address(request) {
+            Ok((queue, request)) => Operation::try_post(queue, request, buffer),
             Err(kind) => Ok(Operation::refused(kind, buffer)),
         }
     }
 }
 
-impl<'a> SendRoute<'a> {
+impl SendRoute<'_> {
+    /// Returns why the transport lacks the operation, if it does. It is a constant in every
+    /// caller, so only the comparison of the transport remains at run time.
     #[inline]
-    pub(super) fn request(self, SendRequest { op, remote_len }: SendRequest) -> Request<'a> {
-        Request { to: self.to, ..Request::new(WorkKind::Send(op), self.signaled(), remote_len) }
-    }
-
-    #[inline]
-    fn signaled(self) -> SendFlags {
-        self.flags | SendFlags::SIGNALED
-    }
-
-    /// Posts `request`. The caller has [checked](Destination::route_for) the operation.
-    #[inline(always)]
-    pub(super) fn post<F: OperationKind>(
-        self,
-        request: SendRequest,
-        held: F::Held,
-    ) -> Operation<F> {
-        let queue = &self.queue_pair.send;
-        match self.to {
-            None => Operation::post(
-                queue,
-                WorkKind::Send(request.op),
-                self.signaled(),
-                request.remote_len,
-                held,
-            ),
-            Some(_) => Operation::post_any(queue, self.request(request), held),
-        }
-    }
-
-    pub(super) fn post_binding<F: OperationKind>(
-        self,
-        bind: &WindowBind,
-        held: F::Held,
-    ) -> Operation<F> {
-        let request = Request {
-            window: Some(bind),
-            ..self.request(SendRequest::message(SendOp::BindWindow))
-        };
-        Operation::post_any(&self.queue_pair.send, request, held)
-    }
-
-    /// Returns why the transport lacks `op`, if it does. `op` is a constant in every caller, so
-    /// only the comparison of the transport remains at run time.
-    #[inline]
-    fn refusal(self, op: SendOp) -> Option<OpErrorKind> {
+    fn refusal(self, kind: WorkKind) -> Option<OpErrorKind> {
         use Transport::{Rc, Uc, Ud};
+        let WorkKind::Send(op) = kind else { unreachable!("a send queue posts no receives") };
         match self.to {
             Some(Receiver { key: ReceiverKey::Datagram(_), handle, .. }) => {
                 let foreign = !handle.protection_domain().same(&self.queue_pair.pd);

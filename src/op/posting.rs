@@ -2,14 +2,15 @@
 
 #![forbid(unsafe_code)]
 
-use super::atomic::{Atomic, AtomicRequest};
+use super::atomic::Atomic;
 use super::batch::{Batch, BatchOp};
 use super::operation::{Operation, ReturnBuffer};
-use super::post::{Destination, SendRequest};
+use super::post::Destination;
 use super::queue_pair::QueuePair;
 use super::read::Read;
 use super::send::{Send, SendTo};
 use super::write::Write;
+use crate::engine::WorkRequest;
 use crate::error::TryError;
 use crate::memory::{Gather, RemoteRegion, Scatter};
 use crate::types::{Imm, Qkey, Qpn, SendFlags};
@@ -91,13 +92,13 @@ macro_rules! operations {
             /// Posts a SEND, see [`QueuePair::send`].
             #[inline]
             pub fn send<B: Gather>(&self, buffer: B) -> operations!(@ [$($wrap)*] Send<B>) {
-                self.posting().post(SendRequest::send(), buffer)
+                self.posting().post(WorkRequest::send(), buffer)
             }
 
             /// Posts a SEND of a copy of `bytes`, see [`QueuePair::send_inline`].
             #[inline]
             pub fn send_inline(&self, bytes: &[u8]) -> operations!(@ [$($wrap)*] Send<()>) {
-                self.posting().post_inline(SendRequest::send(), bytes)
+                self.posting().post_inline(WorkRequest::send(), bytes)
             }
 
             /// Posts a SEND without waiting, see [`QueuePair::try_send`].
@@ -107,7 +108,7 @@ macro_rules! operations {
             /// See [`TryError`].
             #[inline]
             pub fn try_send<B: Gather>(&self, buffer: B) -> Result<Send<B>, TryError<B>> {
-                self.posting().try_post(SendRequest::send(), buffer)
+                self.posting().try_post(WorkRequest::send(), buffer)
             }
 
             /// Posts a WRITE, see [`QueuePair::write`].
@@ -117,7 +118,7 @@ macro_rules! operations {
                 buffer: B,
                 remote: RemoteRegion,
             ) -> operations!(@ [$($wrap)*] Write<B>) {
-                self.posting().post(SendRequest::write(remote), buffer)
+                self.posting().post(WorkRequest::write(remote), buffer)
             }
 
             /// Posts a WRITE of a copy of `bytes`, see [`QueuePair::write_inline`].
@@ -127,7 +128,7 @@ macro_rules! operations {
                 bytes: &[u8],
                 remote: RemoteRegion,
             ) -> operations!(@ [$($wrap)*] Write<()>) {
-                self.posting().post_inline(SendRequest::write(remote), bytes)
+                self.posting().post_inline(WorkRequest::write(remote), bytes)
             }
 
             /// Posts a WRITE without waiting, see [`QueuePair::try_write`].
@@ -141,7 +142,7 @@ macro_rules! operations {
                 buffer: B,
                 remote: RemoteRegion,
             ) -> Result<Write<B>, TryError<B>> {
-                self.posting().try_post(SendRequest::write(remote), buffer)
+                self.posting().try_post(WorkRequest::write(remote), buffer)
             }
 
             /// Posts a READ, see [`QueuePair::read`].
@@ -151,7 +152,7 @@ macro_rules! operations {
                 buffer: B,
                 remote: RemoteRegion,
             ) -> operations!(@ [$($wrap)*] Read<B>) {
-                self.posting().post(SendRequest::read(remote), buffer)
+                self.posting().post(WorkRequest::read(remote), buffer)
             }
 
             /// Posts a READ without waiting, see [`QueuePair::try_read`].
@@ -165,7 +166,7 @@ macro_rules! operations {
                 buffer: B,
                 remote: RemoteRegion,
             ) -> Result<Read<B>, TryError<B>> {
-                self.posting().try_post(SendRequest::read(remote), buffer)
+                self.posting().try_post(WorkRequest::read(remote), buffer)
             }
 
             /// Posts a compare-and-swap, see [`QueuePair::compare_swap`].
@@ -175,7 +176,7 @@ macro_rules! operations {
                 compare: u64,
                 swap: u64,
             ) -> operations!(@ [$($wrap)*] Atomic) {
-                self.posting().post_atomic(AtomicRequest::compare_swap(remote, compare, swap))
+                self.posting().post_atomic(WorkRequest::compare_swap(remote, compare, swap))
             }
 
             /// Posts a fetch-and-add, see [`QueuePair::fetch_add`].
@@ -184,7 +185,7 @@ macro_rules! operations {
                 remote: RemoteRegion,
                 add: u64,
             ) -> operations!(@ [$($wrap)*] Atomic) {
-                self.posting().post_atomic(AtomicRequest::fetch_add(remote, add))
+                self.posting().post_atomic(WorkRequest::fetch_add(remote, add))
             }
 
             /// Posts a batch, see [`QueuePair::post_batch`]. Options hold for all its work
@@ -235,19 +236,20 @@ impl<P: Poster> Posting<P> {
         *self
     }
 
-    pub(crate) fn post_atomic(self, request: AtomicRequest) -> P::Posted<Atomic> {
-        self.to.submit(move |to| to.with_flags(self.flags).post_atomic(request))
+    pub(crate) fn post_atomic(self, request: WorkRequest<'static>) -> P::Posted<Atomic> {
+        let request = request.with_flags(self.flags);
+        self.to.submit(move |to| to.post_atomic(request))
     }
 
     pub(crate) fn post_all<B: Gather>(self, batch: Batch<B>) -> P::Posted<BatchOp<B>> {
-        self.to.submit(move |to| to.with_flags(self.flags).post_batch(batch))
+        self.to.submit(move |to| to.post_batch(batch, self.flags))
     }
 
     pub(crate) fn try_post_all<B: Gather>(
         self,
         batch: Batch<B>,
     ) -> Result<BatchOp<B>, TryError<Batch<B>>> {
-        let work = |to: Destination<'_>, batch| to.with_flags(self.flags).try_post_batch(batch);
+        let work = |to: Destination<'_>, batch| to.try_post_batch(batch, self.flags);
         match self.to.try_submit(batch, work) {
             Err(TryError::Refused(error)) => {
                 Ok(BatchOp::refused(error.kind(), error.into_buffer()))
@@ -261,38 +263,38 @@ impl<P: Poster> Posting<P, Imm> {
     /// Posts a SEND with immediate data.
     #[inline]
     pub fn send<B: Gather>(self, buffer: B) -> P::Posted<Send<B>> {
-        self.post(SendRequest::send_with_imm(self.extra), buffer)
+        self.post(WorkRequest::send_with_imm(self.extra), buffer)
     }
 
     /// Posts a SEND of a copy of `bytes` with immediate data.
     #[inline]
     pub fn send_inline(self, bytes: &[u8]) -> P::Posted<Send<()>> {
-        self.post_inline(SendRequest::send_with_imm(self.extra), bytes)
+        self.post_inline(WorkRequest::send_with_imm(self.extra), bytes)
     }
 
     /// Posts a WRITE that consumes a receive of the peer, which reports the immediate data and the
     /// number of bytes.
     #[inline]
     pub fn write<B: Gather>(self, buffer: B, remote: RemoteRegion) -> P::Posted<Write<B>> {
-        self.post(SendRequest::write_with_imm(remote, self.extra), buffer)
+        self.post(WorkRequest::write_with_imm(remote, self.extra), buffer)
     }
 
     /// Posts a [`write`](Self::write) of a copy of `bytes`.
     #[inline]
     pub fn write_inline(self, bytes: &[u8], remote: RemoteRegion) -> P::Posted<Write<()>> {
-        self.post_inline(SendRequest::write_with_imm(remote, self.extra), bytes)
+        self.post_inline(WorkRequest::write_with_imm(remote, self.extra), bytes)
     }
 }
 
 impl<P: Poster> Posting<P, RemoteRegion> {
     /// Posts a SEND that invalidates a key of the peer, see [`QueuePair::invalidating`].
     pub fn send<B: Gather>(self, buffer: B) -> P::Posted<Send<B>> {
-        self.post(SendRequest::send_with_invalidate(self.extra), buffer)
+        self.post(WorkRequest::send_with_invalidate(self.extra), buffer)
     }
 
     /// Posts a [`send`](Self::send) of a copy of `bytes`.
     pub fn send_inline(self, bytes: &[u8]) -> P::Posted<Send<()>> {
-        self.post_inline(SendRequest::send_with_invalidate(self.extra), bytes)
+        self.post_inline(WorkRequest::send_with_invalidate(self.extra), bytes)
     }
 }
 
@@ -318,29 +320,31 @@ impl<P: Poster, X> Posting<P, X> {
     #[inline]
     pub(crate) fn post<B: Gather>(
         self,
-        request: SendRequest,
+        request: WorkRequest<'static>,
         buffer: B,
     ) -> P::Posted<Operation<ReturnBuffer<B>>> {
-        self.to.submit(move |to| to.with_flags(self.flags).post(request, buffer))
+        let request = request.with_flags(self.flags);
+        self.to.submit(move |to| to.post(request, buffer))
     }
 
     #[inline]
-    pub(crate) fn post_inline(self, request: SendRequest, bytes: &[u8]) -> P::Posted<Send<()>> {
-        let work = move |to: Destination<'_>, bytes: &[u8]| {
-            to.with_flags(self.flags).post_inline(request, bytes)
-        };
-        self.to.submit_inline(bytes, work)
+    pub(crate) fn post_inline(
+        self,
+        request: WorkRequest<'static>,
+        bytes: &[u8],
+    ) -> P::Posted<Send<()>> {
+        let request = request.with_flags(self.flags);
+        self.to.submit_inline(bytes, move |to, bytes| to.post(request.inline(bytes), ()))
     }
 
     #[inline]
     pub(crate) fn try_post<B: Gather>(
         self,
-        request: SendRequest,
+        request: WorkRequest<'static>,
         buffer: B,
     ) -> Result<Operation<ReturnBuffer<B>>, TryError<B>> {
-        let work =
-            |to: Destination<'_>, buffer| to.with_flags(self.flags).try_post(request, buffer);
-        self.to.try_submit(buffer, work)
+        let request = request.with_flags(self.flags);
+        self.to.try_submit(buffer, |to, buffer| to.try_post(request, buffer))
     }
 }
 
@@ -358,8 +362,11 @@ impl<'a> Posting<Destination<'a>> {
         qpn: Qpn,
         qkey: Qkey,
     ) -> SendTo<B> {
-        let to = self.to.with_flags(self.flags);
-        to.send_datagram(SendRequest::send(), buffer, (handle, qpn, qkey))
+        self.to.send_datagram(
+            WorkRequest::send().with_flags(self.flags),
+            buffer,
+            (handle, qpn, qkey),
+        )
     }
 }
 
@@ -372,8 +379,11 @@ impl Posting<Destination<'_>, Imm> {
         qpn: Qpn,
         qkey: Qkey,
     ) -> SendTo<B> {
-        let to = self.to.with_flags(self.flags);
-        to.send_datagram(SendRequest::send_with_imm(self.extra), buffer, (handle, qpn, qkey))
+        self.to.send_datagram(
+            WorkRequest::send_with_imm(self.extra).with_flags(self.flags),
+            buffer,
+            (handle, qpn, qkey),
+        )
     }
 }
 

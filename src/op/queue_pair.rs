@@ -12,7 +12,7 @@ pub(crate) use self::builder::Path;
 pub use self::builder::QueuePairBuilder;
 use crate::dispatch::{ReceiveCounters, SendCounters};
 use crate::engine::{
-    CompletionMode, CompletionQueue, QueuePairCore, WorkKind, WorkQueue, WorkQueueCounters,
+    CompletionMode, CompletionQueue, QueuePairCore, WorkQueue, WorkQueueCounters, WorkRequest,
 };
 use crate::error::{OpErrorKind, SetupError};
 use crate::memory::{BufMut, Pool, PoolError};
@@ -21,7 +21,7 @@ use crate::op::post_state::PostState;
 use crate::op::{ConnectOptions, QueuePairEndpoint};
 use crate::types::{
     AddressVector, Gid, GidEntry, LinkLayer, Mtu, PortNum, Psn, QpAttr, QpCaps, QpState, Qpn,
-    SendFlags, SendOp, Transport,
+    Transport,
 };
 use crate::verbs::ProtectionDomain;
 
@@ -352,13 +352,7 @@ impl QueuePair {
     pub async fn close(self) {
         if self.modify(&QpAttr::to_state(QpState::Err)).is_ok() {
             // The error state flushes work in order, so this is flushed last.
-            let marker = super::Send::post(
-                self.send_queue(),
-                WorkKind::Send(SendOp::Send),
-                SendFlags::SIGNALED,
-                u64::MAX,
-                (),
-            );
+            let marker = super::Send::post(self.send_queue(), WorkRequest::send(), ());
             if let Err(error) = marker.await {
                 rdma_provider::debug!(%error, qpn = %self.qpn(), "flushed all work requests");
             }

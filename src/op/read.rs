@@ -1,6 +1,6 @@
 use super::operation::{Operation, ReturnBuffer};
-use super::post::SendRequest;
 use super::queue_pair::QueuePair;
+use crate::engine::WorkRequest;
 use crate::error::TryError;
 use crate::memory::{RemoteRegion, Scatter};
 
@@ -17,7 +17,7 @@ impl QueuePair {
     ///   or no longer.
     #[inline(always)]
     pub fn read<B: Scatter>(&self, buffer: B, remote: RemoteRegion) -> Read<B> {
-        self.destination().post(SendRequest::read(remote), buffer)
+        self.destination().post(WorkRequest::read(remote), buffer)
     }
 
     /// Posts a [`read`](Self::read) if the send queue has a free slot.
@@ -31,6 +31,6 @@ impl QueuePair {
         buffer: B,
         remote: RemoteRegion,
     ) -> Result<Read<B>, TryError<B>> {
-        self.destination().try_post(SendRequest::read(remote), buffer)
+        self.destination().try_post(WorkRequest::read(remote), buffer)
     }
 }

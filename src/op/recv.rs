@@ -3,10 +3,10 @@ use std::sync::Arc;
 
 use super::operation::{Operation, OperationKind};
 use super::queue_pair::QueuePair;
-use crate::engine::{Request, WorkKind, WorkQueue};
+use crate::engine::{WorkQueue, WorkRequest};
 use crate::error::{OpErrorKind, TryError};
 use crate::memory::Scatter;
-use crate::types::{Imm, Qpn, Rkey, SendFlags, WcFlags, WcOpcode, WorkCompletion};
+use crate::types::{Imm, Qpn, Rkey, WcFlags, WcOpcode, WorkCompletion};
 
 /// A receive [`Operation`], which returns the [`Received`] message.
 pub type Recv<B> = Operation<ReceiveMessage<B>>;
@@ -76,7 +76,7 @@ impl<B: Scatter> OperationKind for ReceiveMessage<B> {
 
 #[inline]
 pub(crate) fn recv<B: Scatter>(queue: &Arc<WorkQueue>, buffer: B) -> Recv<B> {
-    Operation::post(queue, WorkKind::Receive, SendFlags::empty(), u64::MAX, buffer)
+    Operation::post(queue, WorkRequest::receive(), buffer)
 }
 
 #[inline]
@@ -84,11 +84,7 @@ pub(crate) fn try_recv<B: Scatter>(
     queue: &Arc<WorkQueue>,
     buffer: B,
 ) -> Result<Recv<B>, TryError<B>> {
-    Operation::try_post(
-        queue,
-        Request::new(WorkKind::Receive, SendFlags::empty(), u64::MAX),
-        buffer,
-    )
+    Operation::try_post(queue, WorkRequest::receive(), buffer)
 }
 
 impl QueuePair {

@@ -1,6 +1,7 @@
 use super::operation::{Operation, OperationKind, ReturnBuffer};
-use super::post::{Destination, SendRequest};
+use super::post::Destination;
 use super::queue_pair::QueuePair;
+use crate::engine::WorkRequest;
 use crate::engine::{Receiver, ReceiverKey};
 use crate::error::TryError;
 use crate::memory::{Gather, PdKey, Sealed};
@@ -26,13 +27,13 @@ impl QueuePair {
     ///   receive before the last retry.
     #[inline]
     pub fn send<B: Gather>(&self, buffer: B) -> Send<B> {
-        self.destination().post(SendRequest::send(), buffer)
+        self.destination().post(WorkRequest::send(), buffer)
     }
 
     /// Posts a [`send`](Self::send) of at most `max_inline` bytes, which this call copies.
     #[inline]
     pub fn send_inline(&self, bytes: &[u8]) -> Send<()> {
-        self.destination().post_inline(SendRequest::send(), bytes)
+        self.destination().post(WorkRequest::send().inline(bytes), ())
     }
 
     /// Posts a [`send`](Self::send) if the send queue has a free slot.
@@ -42,7 +43,7 @@ impl QueuePair {
     /// See [`TryError`].
     #[inline]
     pub fn try_send<B: Gather>(&self, buffer: B) -> Result<Send<B>, TryError<B>> {
-        self.destination().try_post(SendRequest::send(), buffer)
+        self.destination().try_post(WorkRequest::send(), buffer)
     }
 
     /// Sends a datagram of at most the port's MTU to any datagram queue pair (UD).
@@ -60,16 +61,16 @@ impl QueuePair {
         qpn: Qpn,
         qkey: Qkey,
     ) -> SendTo<B> {
-        self.destination().send_datagram(SendRequest::send(), buffer, (handle, qpn, qkey))
+        self.destination().send_datagram(WorkRequest::send(), buffer, (handle, qpn, qkey))
     }
 }
 
-impl Destination<'_> {
+impl<'a> Destination<'a> {
     pub(super) fn send_datagram<B: Gather>(
         self,
-        request: SendRequest,
+        request: WorkRequest<'a>,
         buffer: B,
-        (handle, number, qkey): (&AddressHandle, Qpn, Qkey),
+        (handle, number, qkey): (&'a AddressHandle, Qpn, Qkey),
     ) -> SendTo<B> {
         let receiver = Receiver { handle, number, key: ReceiverKey::Datagram(qkey) };
         self.with_receiver(receiver).post(request, AddressedBuffer::new(buffer, handle))

@@ -1,6 +1,6 @@
 use super::operation::{Operation, ReturnBuffer};
-use super::post::SendRequest;
 use super::queue_pair::QueuePair;
+use crate::engine::WorkRequest;
 use crate::error::TryError;
 use crate::memory::{Gather, RemoteRegion};
 
@@ -21,13 +21,13 @@ impl QueuePair {
     ///   or no longer (RC).
     #[inline(always)]
     pub fn write<B: Gather>(&self, buffer: B, remote: RemoteRegion) -> Write<B> {
-        self.destination().post(SendRequest::write(remote), buffer)
+        self.destination().post(WorkRequest::write(remote), buffer)
     }
 
     /// Posts a [`write`](Self::write) of at most `max_inline` bytes, which this call copies.
     #[inline]
     pub fn write_inline(&self, bytes: &[u8], remote: RemoteRegion) -> Write<()> {
-        self.destination().post_inline(SendRequest::write(remote), bytes)
+        self.destination().post(WorkRequest::write(remote).inline(bytes), ())
     }
 
     /// Posts a [`write`](Self::write) if the send queue has a free slot.
@@ -41,6 +41,6 @@ impl QueuePair {
         buffer: B,
         remote: RemoteRegion,
     ) -> Result<Write<B>, TryError<B>> {
-        self.destination().try_post(SendRequest::write(remote), buffer)
+        self.destination().try_post(WorkRequest::write(remote), buffer)
     }
 }

@@ -15,7 +15,7 @@ use crate::engine::slot::{MAX_PARTS, Outcome, Slot};
 use crate::engine::slot_table::MAX_SLOTS;
 use crate::engine::wait_queue::Queued;
 use crate::engine::wake_list::WakeList;
-use crate::engine::work_request::{OnFull, Receiver, Refusal, Request, WorkKind, data_of};
+use crate::engine::work_request::{OnFull, Receiver, Refusal, WorkKind, WorkRequest, data_of};
 use crate::engine::work_request_id::index_of;
 use crate::error::{LimitError, OpErrorKind, VerbError};
 use crate::memory::{Gather, PdKey, SgeList};
@@ -24,7 +24,7 @@ use crate::types::{
     Data, Lkey, QpAttr, QpState, RecvWr, RemoteAddr, SendFlags, SendOp, SendTarget, SendWr, Sge,
     WrId,
 };
-use crate::verbs::PostError;
+use crate::verbs::{PostError, Qp};
 use rdma_provider::contract::{PlainOp, PlainWr};
 
 impl WorkQueue {
@@ -33,30 +33,32 @@ impl WorkQueue {
     #[inline(always)]
     pub(crate) fn submit_now(
         self: &Arc<Self>,
-        kind: WorkKind,
-        flags: SendFlags,
-        remote_len: u64,
+        request: &WorkRequest<'_>,
         buffer: Option<(Sge, PdKey)>,
     ) -> Option<Claim<Self>> {
         let (sge, pd) = buffer?;
-        match kind {
-            WorkKind::Send(op) if self.is_plain(sge, pd, remote_len) => {
-                // A function each, with all arguments in registers.
+        if !request.is_simple() || !self.is_plain(sge, pd, request.remote_len) {
+            return None;
+        }
+        match request.kind {
+            WorkKind::Send(op) => {
+                // In parts, to stay in registers.
+                let (flags, Sge { addr, length, lkey }) = (request.flags, sge);
                 match op {
                     SendOp::Write(at) if self.has_plain => {
-                        self.write_now(at, flags, sge.addr, length_and_key(sge))
+                        self.plain_now(PlainOp::Write, at, flags, addr, length, lkey)
                     }
                     SendOp::Read(at) if self.has_plain => {
-                        self.read_now(at, flags, sge.addr, length_and_key(sge))
+                        self.plain_now(PlainOp::Read, at, flags, addr, length, lkey)
                     }
                     SendOp::Send if self.has_plain => {
-                        self.message_now(flags, sge.addr, length_and_key(sge))
+                        let no_remote = RemoteAddr::default();
+                        self.plain_now(|_| PlainOp::Send, no_remote, flags, addr, length, lkey)
                     }
-                    op => self.send_now(op, None, flags, sge),
+                    op => self.send_now(op, flags, sge),
                 }
             }
-            WorkKind::Receive if self.is_plain(sge, pd, u64::MAX) => self.receive_now(sge),
-            _ => None,
+            WorkKind::Receive => self.receive_now(sge),
         }
     }
 
@@ -68,48 +70,38 @@ impl WorkQueue {
         pd == self.pd && length > 0 && length <= remote_len && length <= self.plain
     }
 
+    /// `make` makes the operation of each kind in code of its own.
     #[inline(never)]
-    fn write_now(
+    fn plain_now(
         self: &Arc<Self>,
+        make: impl Fn(RemoteAddr) -> PlainOp,
         remote: RemoteAddr,
         flags: SendFlags,
         addr: u64,
-        length_and_key: u64,
+        length: u32,
+        lkey: Lkey,
     ) -> Option<Claim<Self>> {
-        let plain = Some(PlainOp::Write(remote));
-        self.send_now(SendOp::Write(remote), plain, flags, sge(addr, length_and_key))
+        self.send_by(|qp, wr_id| {
+            let buffer = Sge { addr, length, lkey };
+            let list = iter::once(PlainWr { wr_id, op: make(remote), flags, buffer });
+            // SAFETY: S1: see `send_by`.
+            unsafe { qp.post_plain(list) }
+        })
     }
 
-    #[inline(never)]
-    fn read_now(
-        self: &Arc<Self>,
-        remote: RemoteAddr,
-        flags: SendFlags,
-        addr: u64,
-        length_and_key: u64,
-    ) -> Option<Claim<Self>> {
-        let plain = Some(PlainOp::Read(remote));
-        self.send_now(SendOp::Read(remote), plain, flags, sge(addr, length_and_key))
+    #[inline]
+    fn send_now(self: &Arc<Self>, op: SendOp, flags: SendFlags, sge: Sge) -> Option<Claim<Self>> {
+        self.send_by(|qp, wr_id| {
+            let sges = [sge];
+            let wr = SendWr { wr_id, op, flags, data: Data::Sges(&sges), target: None };
+            // SAFETY: S1: see `send_by`.
+            unsafe { qp.post_list(Some(wr)) }.is_ok()
+        })
     }
 
-    #[inline(never)]
-    fn message_now(
-        self: &Arc<Self>,
-        flags: SendFlags,
-        addr: u64,
-        length_and_key: u64,
-    ) -> Option<Claim<Self>> {
-        self.send_now(SendOp::Send, Some(PlainOp::Send), flags, sge(addr, length_and_key))
-    }
-
+    /// Claims a slot and calls `post`, which returns true if the device has the request.
     #[inline(always)]
-    fn send_now(
-        self: &Arc<Self>,
-        op: SendOp,
-        plain: Option<PlainOp>,
-        flags: SendFlags,
-        sge: Sge,
-    ) -> Option<Claim<Self>> {
+    fn send_by(self: &Arc<Self>, post: impl FnOnce(&Qp, WrId) -> bool) -> Option<Claim<Self>> {
         let mut posting = lock(&self.posting);
         let posting = &mut *posting;
         if posting.posted >= posting.until && !self.can_post(posting) {
@@ -119,30 +111,16 @@ impl WorkQueue {
         // SAFETY: C1: just claimed.
         let claim = unsafe { Claim::new(self, self.slots.claim_next()?) };
         claim.set_position(posting.posted as u32);
-        let wr_id = claim.id();
         // The operation owns the buffer until its slot is COMPLETE or emptied, see
         // `Posting::post_one`. All posts to the queue pair happen under the lock, and its resets
         // too (`QueuePairCore::modify`).
-        let posted = match plain {
-            Some(op) => {
-                let list = iter::once(PlainWr { wr_id, op, flags, buffer: sge });
-                // SAFETY: S1: as described above.
-                unsafe { qp.post_plain(list) }
-            }
-            None => {
-                let sges = [sge];
-                let wr = SendWr { wr_id, op, flags, data: Data::Sges(&sges), target: None };
-                // SAFETY: S1: as described above.
-                unsafe { qp.post_list(Some(wr)) }.is_ok()
-            }
-        };
-        if !posted {
+        if !post(qp, claim.id()) {
             claim.release();
             return None;
         }
         posting.posted += 1;
         if is_traced() {
-            trace_posted(&claim, wr_id, WorkKind::Send(op));
+            trace_posted(&claim, claim.id());
         }
         Some(claim)
     }
@@ -172,7 +150,7 @@ impl WorkQueue {
         }
         posting.posted += 1;
         if is_traced() {
-            trace_posted(&claim, claim.id(), WorkKind::Receive);
+            trace_posted(&claim, claim.id());
         }
         Some(claim)
     }
@@ -196,7 +174,7 @@ impl WorkQueue {
     #[inline(never)]
     pub(crate) fn submit<B: Gather>(
         self: &Arc<Self>,
-        request: Request<'_>,
+        request: WorkRequest<'_>,
         buffer: &B,
         on_full: OnFull,
     ) -> Result<Claim<Self>, Refusal> {
@@ -621,14 +599,4 @@ impl WorkQueue {
             allowed,
         })
     }
-}
-
-#[inline]
-fn length_and_key(sge: Sge) -> u64 {
-    u64::from(sge.length) << 32 | u64::from(sge.lkey.0)
-}
-
-#[inline]
-fn sge(addr: u64, length_and_key: u64) -> Sge {
-    Sge { addr, length: (length_and_key >> 32) as u32, lkey: Lkey(length_and_key as u32) }
 }
