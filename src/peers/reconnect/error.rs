@@ -7,13 +7,13 @@ use crate::connection::{CloseReason, EstablishError};
 use crate::error::{OpenError, SetupError, VerbError};
 use crate::types::RejectReason;
 
-/// The reason for another attempt of a [`Reconnect`](super::Reconnect), or for none.
+/// The reason why a [`Reconnect`](super::Reconnect) makes another attempt, or why it makes none.
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum ReconnectCause {
     /// An attempt failed.
     Attempt(EstablishError),
-    /// An attempt exceeded [`attempt_timeout`](super::ReconnectPolicy::attempt_timeout), or the
+    /// An attempt exceeded [`attempt_timeout`](super::ReconnectPolicy::attempt_timeout) or the
     /// deadline.
     AttemptTimedOut {
         /// Time allowed.
@@ -53,7 +53,7 @@ pub enum ReconnectError {
         /// Failure of the last attempt.
         cause: ReconnectCause,
     },
-    /// Another attempt would fail, too.
+    /// Another attempt would also fail.
     Permanent {
         /// The failure.
         cause: ReconnectCause,
