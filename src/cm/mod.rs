@@ -6,9 +6,9 @@
 //!  resolve ─▶ Route ─▶ prepare a queue pair ─▶ Route::connect ─▶ CmConnection
 //! ```
 //!
-//! A [`Route`] or [`ConnectionRequest`] names the port and GID to send from, for which the caller
-//! builds a queue pair. It is ready to use when `connect` or `accept` succeeds, and in the error
-//! state when the handshake fails.
+//! A [`Route`] or [`ConnectionRequest`] names the port and GID to send from, for which you build a
+//! queue pair. The queue pair is ready to use when `connect` or `accept` succeeds, and in the error
+//! state if the handshake fails.
 //!
 //! Functions that return [`ConnectError`] fail with [`ConnectError::NoRuntime`] outside of a Tokio
 //! runtime with an I/O driver.
