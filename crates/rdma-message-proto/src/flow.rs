@@ -25,9 +25,9 @@
 //! | `Fin`, `Ping`, `Resize`, and an `Ack` that reports done offers or answers a `Ping` | 2 |
 //! | `Ack` for credits alone, `Abort` | 1 |
 //!
-//! An `Ack` for credits is due when, since the last announcement, messages have released a quarter
-//! of their receives (at least two of four or more) or other frames `CONTROL_ACK`. It announces at
-//! least one.
+//! An `Ack` for credits is due when, since the last announcement, a quarter of the receives for
+//! messages was released (at least two if there are four or more), or `CONTROL_ACK` receives of
+//! other frames. So it announces at least one.
 //!
 //! 1. *The two ends are never both without credits while nothing is in flight.* Only an `Ack` for
 //!    credits (or an `Abort`, after which nothing is awaited) uses a last credit. If one of two
@@ -41,15 +41,15 @@
 //!    were used by messages that this application has not received, at most the window less the
 //!    reserve, and by at least `CONTROL_ACK` other frames.
 //! 3. *A message gets its credits once the peer's application has received all earlier ones.* All
-//!    receives are then released. Fewer are unannounced than cause an `Ack`. The rest suffices for
-//!    a message of up to [`max_frames`], whose frames are sent at once, so it needs no credits that
-//!    wait for itself.
+//!    receives are then released, and fewer of them are unannounced than cause an `Ack`. The others
+//!    suffice for a message of up to [`max_frames`]. Its frames are sent at once, so it does not
+//!    wait for credits that only its own delivery returns.
 //! 4. *Acks do not alternate indefinitely:* two received cause at most one sent.
 //! 5. *Changes of the window keep this true.* An end counts more receives from the `Resize` that
 //!    announces them; its peer, from the arrival of that frame. The peer counts a skipped receive
 //!    off when it sends the skip, and the end when the skip arrives. A skip needs and leaves as
-//!    many credits as a message of one frame. Messages leave one more for each due skip, so all
-//!    skips are sent although the application receives nothing.
+//!    many credits as a message of one frame. Messages leave one more credit for each due skip, so
+//!    all skips are sent even if the application receives nothing.
 //!
 //! `model.rs` confirms this for all interleavings with small windows.
 

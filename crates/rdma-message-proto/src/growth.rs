@@ -85,7 +85,8 @@ impl Growth {
                 Arrival::Message { len, .. } if content == Content::Bytes => {
                     self.stage == Stage::First && len >= self.size.into()
                 }
-                // Frames may be shorter: the sender has not reached these receives yet.
+                // The frames may be shorter than a receive, because the sender has not reached
+                // these receives yet.
                 Arrival::Message { len, .. } if len > self.size.into() => {
                     let frames = len.div_ceil(self.size.into());
                     frames * LONG_MESSAGES > (self.receives - RESERVE).into()

@@ -75,7 +75,8 @@ impl Incoming {
         match kind {
             Kind::Data | Kind::Part => {
                 let bytes = self.bytes + len as u64;
-                // Bytes of a stream are no message, and a buffer limits them.
+                // The limit is for messages. The bytes of a stream are limited by the size of their
+                // buffer.
                 if bytes > self.max_message && self.content == Content::Messages {
                     return Err(Violation::TooLong { len: bytes, allowed: self.max_message });
                 }

@@ -203,8 +203,8 @@ impl<R: Reason> Protocol<R> {
             && self.content() == Content::Bytes
             && header.kind.is_message()
         {
-            // `peer_has_all` is true only if the peer has acknowledged the `Fin`, if only in this
-            // header.
+            // If this frame or an earlier one acknowledges the `Fin`, the peer knew of it when it
+            // sent this frame.
             self.peer_writes_in_vain |= self.flow.peer_has_all();
         }
         let arrival = self.incoming.add(header.kind, len)?;
@@ -386,7 +386,8 @@ impl<R: Reason> Protocol<R> {
         self.resize(before, from, FIRST_SIZE);
     }
 
-    /// Replaces the oldest `number` first receives by as many, posted from number `from` on.
+    /// Makes the peer skip `number` more receives, for which as many first receives were posted,
+    /// from number `from` on.
     pub fn exchange(&mut self, number: u32, from: u32) {
         self.resize(number, from, FIRST_SIZE);
     }
