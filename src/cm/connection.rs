@@ -125,7 +125,8 @@ impl CmConnection {
     /// Once polled, the disconnection proceeds even if the future is dropped.
     pub async fn disconnect(&self) -> Result<(), ConnectError> {
         if self.peer_knows() {
-            // Only here: otherwise the disconnection proceeds from the first poll.
+            // Only on this path, because otherwise the disconnection must proceed from the first
+            // poll.
             consume_budget().await;
             return Ok(());
         }
@@ -197,7 +198,8 @@ impl CmConnection {
             if !self.peer_knows()
                 && let Err(error) = self.endpoint.call(|id| Ok(id.disconnect()?))
             {
-                // Never established, or the device is gone: an event follows.
+                // The connection was never established, or the device is gone. In both cases an
+                // event follows.
                 rdma_provider::debug!(
                     %error,
                     peer = %self.peer,

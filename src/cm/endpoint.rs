@@ -118,7 +118,8 @@ impl Endpoint {
         let mut wait = self.inbox.wait();
         let mut poll = |context: &mut Context<'_>| {
             let polled = wait.poll(context, &mut find);
-            // Checked on each poll: the task may have moved from a runtime that has shut down.
+            // Checked on each poll, because the task may have moved from a runtime that has shut
+            // down.
             if polled.is_ready() || self.router.watch().is_ok() || self.router.is_watched() {
                 return polled;
             }

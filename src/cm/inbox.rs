@@ -108,7 +108,8 @@ impl Inbox {
         }
         let ends = kind.is_end();
         if ends {
-            // Before waking: a task that sees the end must find the queue pair in the error state.
+            // Before the tasks are woken, because a task that sees the end must find the queue pair
+            // in the error state.
             let queue_pair = {
                 let mut attached = self.attached.lock();
                 attached.ended = true;
@@ -155,7 +156,7 @@ impl Inbox {
 /// Returns false if the waker panicked. The caller must hold no lock.
 fn wake(waker: Waker) -> bool {
     let panicked = later::reported_panic(|| waker.wake_by_ref());
-    // Separate: two panics at once would abort the process.
+    // Dropped separately, because a second panic during the first one would abort the process.
     later::discard([waker]);
     !panicked
 }

@@ -239,7 +239,7 @@ impl Listener {
 
     async fn next(&self) -> Result<Pending, ConnectError> {
         let (inbox, incoming) = (&self.inbox, &self.incoming);
-        // Dropped after the wait.
+        // Declared first, so that it is dropped after `wait`.
         let _next = WakeNext { inbox, incoming };
         let mut wait = inbox.wait();
         let mut poll = |context: &mut Context<'_>| {
@@ -253,7 +253,8 @@ impl Listener {
                     (None, None) => None,
                 });
             match polled {
-                // Checked on each poll: the task may have moved from a runtime that has shut down.
+                // Checked on each poll, because the task may have moved from a runtime that has
+                // shut down.
                 Poll::Pending => self
                     .router
                     .watch()

@@ -30,6 +30,7 @@
 //! let address = listener.local_addr();
 //! let server = async {
 //!     let request = listener.accept().await?;
+//!     assert!(request.private_data().starts_with(b"v2"));
 //!     let qp = request.prepare(QueuePair::builder(&pd, &queue)).build()?;
 //!     let received = qp.recv(pool.alloc(64).await?);
 //!     let connection = request.accept(&qp, &cm::ConnectionOptions::default()).await?;
@@ -39,7 +40,8 @@
 //! let client = async {
 //!     let route = cm::resolve(&device, address).await?;
 //!     let qp = route.prepare(QueuePair::builder(&pd, &queue)).build()?;
-//!     let connection = route.connect(&qp, &cm::ConnectionOptions::default()).await?;
+//!     let options = cm::ConnectionOptions::default().private_data(*b"v2");
+//!     let connection = route.connect(&qp, &options).await?;
 //!     qp.send(pool.copy_from(b"hello")?).await?;
 //!     Ok::<_, Box<dyn std::error::Error>>((connection, qp))
 //! };

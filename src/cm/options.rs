@@ -4,38 +4,8 @@ use std::time::Duration;
 use crate::error::{LimitError, SetupError};
 use crate::op::ConnectOptions;
 
-/// Settings for connecting to a listener, or for accepting a request.
-///
-/// ```
-/// use std::time::Duration;
-/// use tokio_rdma::cm::{self, ConnectionOptions};
-/// # use tokio_rdma::{CompletionMode, CompletionQueue, Device, QueuePair};
-///
-/// # #[tokio::main(flavor = "current_thread")]
-/// # async fn main() -> Result<(), Box<dyn std::error::Error>> {
-/// # let device = Device::software()?;
-/// # let pd = device.protection_domain()?;
-/// # let queue = CompletionQueue::new(&device, CompletionMode::Event)?;
-/// # let listener = cm::Listener::bind(&device, "127.0.0.1:0").await?;
-/// # let client = async {
-/// #     let route = cm::resolve(&device, listener.local_addr()).await?;
-/// #     let qp = route.prepare(QueuePair::builder(&pd, &queue)).build()?;
-/// let options =
-///     ConnectionOptions::default().timeout(Duration::from_secs(5)).private_data(*b"v2");
-/// let connection = route.connect(&qp, &options).await?;
-/// #     Ok::<_, Box<dyn std::error::Error>>((connection, qp))
-/// # };
-/// # let server = async {
-/// let request = listener.accept().await?;
-/// assert!(request.private_data().starts_with(b"v2"));
-/// #     let qp = request.prepare(QueuePair::builder(&pd, &queue)).build()?;
-/// #     let connection = request.accept(&qp, &ConnectionOptions::default()).await?;
-/// #     Ok::<_, Box<dyn std::error::Error>>((connection, qp))
-/// # };
-/// # tokio::try_join!(server, client)?;
-/// # Ok(())
-/// # }
-/// ```
+/// Settings for connecting to a listener, or for accepting a request. Module [`cm`](super) has an
+/// example.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ConnectionOptions {
     source: Option<IpAddr>,

@@ -113,7 +113,7 @@ impl Router {
     fn make(device: &Device) -> Result<Arc<Self>, VerbError> {
         let router = Arc::new(Self {
             device: device.clone(),
-            // May block, so before taking the lock on all routers.
+            // Created before the lock on all routers is taken, because this may block.
             channel: Arc::new(device.context().create_cm_channel()?),
             inboxes: Mutex::default(),
             drain_state: Mutex::default(),
@@ -200,7 +200,7 @@ impl Router {
     }
 
     pub(super) fn drain(self: &Arc<Self>) {
-        // A peer can cause any number of events, so a task continues after some.
+        // A peer can cause any number of events, so a task continues after `QUOTA` of them.
         let (mut left, mut refused) = (QUOTA, Vec::new());
         loop {
             // If another drain is running, it continues instead.
@@ -233,7 +233,7 @@ impl Router {
             }
         }
         if !refused.is_empty() {
-            // Together, to occupy one thread.
+            // Disposed of together, to occupy only one thread.
             self.dispose(refused);
         }
         if left == 0 {
