@@ -222,7 +222,8 @@ impl DcInitiator {
     }
 
     fn restart(&self) -> Result<(), SetupError> {
-        // A reset would discard completions that carry the reason of the failure.
+        // First to the error state, because a reset would discard completions, which carry the
+        // reason of the failure.
         if let Err(error) = self.qp.modify(&QpAttr::to_state(QpState::Err)) {
             rdma_provider::debug!(
                 qpn = %self.qpn(),

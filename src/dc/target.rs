@@ -210,8 +210,8 @@ impl DcTargetBuilder {
             None => DcKey(device.random()?),
         };
         let dct = Dct::new(&pd, srq.completion_queue().cq(), srq.verbs(), key)?;
-        // Precedes the consumption of receives: a failed completion queue may have returned their
-        // buffers.
+        // Registered before the target can consume receives. This fails if the completion queue has
+        // failed, because it may have returned their buffers.
         let core =
             TargetCore::new(dct, SharedReceives::new(srq.work_queue().clone(), srq.clone()))?;
         let init = QpAttr {

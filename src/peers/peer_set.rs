@@ -492,7 +492,8 @@ async fn close_idle<K: Hash + Eq + Clone, L: PeerLink>(
     loop {
         let (ended, next) = inner.table.lock().expire(Instant::now());
         for link in ended {
-            // A peer that does not finish holds its connection for `close_timeout`.
+            // Limited, because a peer that does not finish holds its connection for
+            // `close_timeout`.
             if closing.len() < inner.settings.max_peers {
                 closing.push(async move { link.close().await });
             }

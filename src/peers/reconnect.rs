@@ -282,7 +282,7 @@ impl Reconnect {
                 match (&current.state, &current.live) {
                     (ReconnectState::Failed(error), _) => return Err(error.clone()),
                     (ReconnectState::Closed, _) => return Err(ReconnectError::Closed),
-                    // The task has not noticed the end of a connection with a reason.
+                    // A connection with a reason has ended, but the task has not noticed it yet.
                     (&ReconnectState::Connected { generation }, Some(connection))
                         if connection.close_reason().is_none() =>
                     {
@@ -409,7 +409,8 @@ impl Publisher {
             }
             open
         });
-        // The destructor of the connection that is replaced, or refused, runs without Tokio's lock.
+        // `live` is now the replaced connection, or the refused one. Its destructor runs without
+        // Tokio's lock.
         drop(live);
     }
 
@@ -543,7 +544,7 @@ impl Supervisor {
             rdma_provider::debug!(%cause, ?delay, "connecting again after a delay");
         }
         let mut now = pin!(self.shared.now.notified());
-        // Before the state is visible, so that `retry_now` finds it.
+        // Enabled before the state is published, so that `retry_now` ends this wait.
         now.as_mut().enable();
         self.shared.publish(ReconnectState::Waiting { delay, cause: cause.clone() }, None);
         let start = Instant::now();
@@ -552,7 +553,8 @@ impl Supervisor {
         if let Either::Right(_) = select(changed, &mut ended).await {
             return false;
         }
-        // All handles of a device get its events at the same time.
+        // All handles of a device get its events at the same time, so a random delay spreads their
+        // attempts.
         let jitter = self.policy.delay(0, random());
         if jitter < delay.saturating_sub(start.elapsed()) {
             self.shared.publish(ReconnectState::Waiting { delay: jitter, cause }, None);

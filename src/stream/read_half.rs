@@ -190,7 +190,7 @@ impl OwnedReadHalf {
             let polled =
                 shared.poll(context, |state, driver, caller| state.poll_read_ready(driver, caller));
             match polled {
-                // As above.
+                // As in `poll_readable`.
                 Poll::Pending if self.has_chunk() => Poll::Ready(()),
                 polled => polled,
             }

@@ -32,7 +32,7 @@ pub(crate) fn entry_with(port: &PortAttr, gid: Gid, peer: Gid) -> Option<GidEntr
     let same = || port.gids.iter().filter(|entry| entry.gid == gid);
     let first = same().next()?;
     if same().all(|entry| entry.interface == first.interface) {
-        // They differ in nothing else that counts.
+        // Entries with the same GID and interface differ in nothing else that affects the ranking.
         return same().min_by_key(|entry| (!entry.is_roce_v2(), entry.index)).copied();
     }
     let ranked = rank_gids(port, Some(peer));

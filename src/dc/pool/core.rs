@@ -198,8 +198,8 @@ impl Core {
     /// (`for_lease`).
     #[inline]
     pub(super) fn must_yield(&self, own: &PeerState, for_lease: bool) -> bool {
-        // Operations under a lease do not yield, because the initiator would stay leased; chained
-        // leases must, or they would never end.
+        // Operations under a lease do not yield, because the initiator would stay leased. Further
+        // leases must yield, or leases that overlap could keep the initiator for ever.
         self.queued_peers.load(Ordering::Relaxed) > 0
             && (for_lease || own.leases == 0)
             && self.quota().is_some_and(|quota| own.used >= quota)
@@ -339,7 +339,7 @@ impl Core {
                 continue;
             }
             let health = if !member.queue().is_open() {
-                // Its work in flight may never complete.
+                // Not `Broken`, because its work in flight may never complete.
                 Health::Failed(self.kind_of(SetupError::Closed))
             } else if state.assignments[at].health == Health::Sound && !member.is_sound() {
                 Health::Broken
@@ -401,7 +401,7 @@ impl Core {
 
     fn reclaim(&self, state: &mut State, at: usize) -> bool {
         let (assignment, member) = (&mut state.assignments[at], &self.members[at]);
-        // Idle is checked first: a failure is counted before it makes the queue idle.
+        // Idle is checked first, because a failure is counted before it makes the queue idle.
         let is_free = || member.queue().is_idle() && member.is_sound();
         let Some(owner) = assignment.owner.upgrade() else { return is_free() };
         let mut own = owner.state.lock();

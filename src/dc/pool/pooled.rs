@@ -147,7 +147,7 @@ impl<F: Send> Queued<F> {
 
 impl<F> Drop for Queued<F> {
     fn drop(&mut self) {
-        // Dropped outside the lock: it may contain values of the user.
+        // Dropped without the lock, because it may contain values of the user.
         let stage = std::mem::replace(&mut *self.entry.stage.lock(), Stage::Taken);
         if matches!(stage, Stage::Queued { .. }) {
             self.peer.withdraw(Arc::as_ptr(&self.entry).cast());
@@ -173,7 +173,7 @@ impl<F> Entry<F> {
     }
 
     fn poll_posted(&self, waker: &Waker) -> Option<F> {
-        // Cloning and dropping a waker runs user code: both happen without the lock.
+        // Cloning and dropping a waker runs user code, so both happen without the lock.
         let mut clone = None;
         let mut stage = self.stage.lock();
         if let Stage::Queued { waker: kept, .. } = &*stage {

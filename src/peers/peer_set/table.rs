@@ -113,7 +113,7 @@ impl<K: Hash + Eq + Clone, L: PeerLink> Table<K, L> {
         link
     }
 
-    /// Removes a link that has ended first.
+    /// Returns the state, after it has removed a link that has ended.
     pub(super) fn state(&mut self, key: &K) -> Option<&State<L>> {
         let slot = self.slots.get_mut(key)?;
         if matches!(slot.state, State::Linked(..)) && !slot.state.is_live() {

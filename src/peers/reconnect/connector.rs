@@ -66,7 +66,7 @@ impl Connector {
                 dialer.device.insert(opened)
             }
         };
-        // A later change ends the next wait.
+        // This attempt sees all changes so far. Only a later one ends the next wait.
         match &mut self.changes {
             Some(changes) => changes.skip(),
             None => device.read_events(),
@@ -129,7 +129,7 @@ impl Connector {
     pub(super) async fn ended(&mut self, connection: &Connection) -> CloseReason {
         let reason = probing(self.changes.as_mut(), connection, connection.closed()).await;
         if let Dialer::Service(_) = self.dialer {
-            // The service may wait until nothing uses the device.
+            // Released, because the program may wait until nothing uses the device.
             self.changes = None;
         }
         reason

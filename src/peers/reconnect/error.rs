@@ -163,7 +163,7 @@ fn is_temporary_connect(error: &ConnectError) -> bool {
         | ConnectError::TimedOut { .. }
         | ConnectError::Disconnected { .. } => true,
         ConnectError::Rejected { reason, private_data, .. } => {
-            // Managers pad with zeros.
+            // Connection managers pad with zeros.
             let no_data = private_data.iter().all(|&byte| byte == 0);
             match *reason {
                 RejectReason::CONSUMER => no_data,
@@ -194,7 +194,8 @@ fn is_temporary_setup(error: &SetupError) -> bool {
         SetupError::Verb(error) => is_temporary_verb(error),
         // The port is down, or other connections use the entries.
         SetupError::NoGid { .. } | SetupError::CompletionQueueFull { .. } => true,
-        // A shared completion queue has failed during the attempt. The next attempt has another.
+        // A shared completion queue has failed during the attempt. The next attempt uses another
+        // one.
         SetupError::Closed => true,
         SetupError::Limit(_)
         | SetupError::TooSmall { .. }
