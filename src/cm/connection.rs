@@ -17,13 +17,13 @@ use crate::types::RejectReason;
 
 /// An established connection between two queue pairs.
 ///
-/// When either side ends the connection, the caller's queue pair goes to the error state and its
-/// outstanding work is flushed, so await what matters before disconnecting.
+/// When either side ends the connection, the queue pair goes to the error state and its outstanding
+/// work is flushed. Await what matters before you disconnect.
 ///
-/// Dropping a `CmConnection` sends a disconnect request, which may be lost. A peer that receives
-/// none detects the end when it sends, or by its [keepalive](super::ConnectionOptions::keepalive).
+/// Dropping a `CmConnection` sends a disconnect request, which may be lost. A peer that does not
+/// receive it detects the end when it sends, or by its
+/// [keepalive](super::ConnectionOptions::keepalive).
 pub struct CmConnection {
-    /// Dropped first, because it must not probe an abandoned queue pair.
     keepalive: Option<Keepalive>,
     endpoint: Endpoint,
     private_data: Vec<u8>,
@@ -33,8 +33,8 @@ pub struct CmConnection {
     ours: AtomicBool,
 }
 
-/// Maximum duration of TIMEWAIT: the kernel retransmits a disconnect request 15 times, 4.3 s apart;
-/// the rest allows for packet lifetimes on large networks.
+/// The maximum duration of TIMEWAIT. The kernel retransmits a disconnect request 15 times, 4.3 s
+/// apart; the rest allows for packet lifetimes on large networks.
 const TIMEWAIT: Duration = Duration::from_secs(150);
 
 impl CmConnection {
@@ -85,8 +85,8 @@ impl CmConnection {
         self.peer
     }
 
-    /// Returns the peer's private data. It is padded with zeros, to 56 bytes if the peer connected,
-    /// to 196 if it accepted: messages do not carry its length (IBTA 12.6).
+    /// Returns the peer's private data. Messages do not carry its length (IBTA 12.6), so it is
+    /// padded with zeros: to 56 bytes if the peer connected, to 196 if it accepted.
     #[must_use]
     pub fn private_data(&self) -> &[u8] {
         &self.private_data
@@ -95,7 +95,7 @@ impl CmConnection {
     /// Returns true until the connection ends.
     ///
     /// Operations may be flushed before the end is detected. After a flush, await
-    /// [`disconnected`](Self::disconnected) with a timeout: if it does not return, only the queue
+    /// [`disconnected`](Self::disconnected) with a timeout. If it does not return, only the queue
     /// pair has failed.
     #[must_use]
     pub fn is_connected(&self) -> bool {
@@ -111,8 +111,8 @@ impl CmConnection {
 
     /// Disconnects, and waits until the peer's connection manager has answered.
     ///
-    /// The queue pair goes to the error state at once. Does nothing if the peer knows that the
-    /// connection has ended, as it does unless a keepalive failed or the local address moved.
+    /// The queue pair goes to the error state at once. Does nothing if the peer already knows that
+    /// the connection has ended.
     ///
     /// # Errors
     ///
@@ -125,7 +125,8 @@ impl CmConnection {
     /// Once polled, the disconnection proceeds even if the future is dropped.
     pub async fn disconnect(&self) -> Result<(), ConnectError> {
         if self.peer_knows() {
-            // Only here: otherwise the disconnection proceeds from the first poll.
+            // Only on this path, because otherwise the disconnection must proceed from the first
+            // poll.
             consume_budget().await;
             return Ok(());
         }
@@ -144,9 +145,9 @@ impl CmConnection {
         .await
     }
 
-    /// Waits until the connection has ended, and returns how. Several tasks may wait.
+    /// Waits until the connection has ended, and returns how.
     ///
-    /// A peer that vanishes silently is detected only by failing operations or by
+    /// A peer that vanishes silently is detected only by a failed operation or by
     /// [`ConnectionOptions::keepalive`](super::ConnectionOptions::keepalive).
     ///
     /// # Cancel safety
@@ -173,13 +174,11 @@ impl CmConnection {
     }
 
     /// Waits until the connection and its TIMEWAIT have ended, so that none of its packets is in
-    /// flight.
-    ///
-    /// Then the queue pair may be reset and connected again. Earlier, the peer may reject the
+    /// flight and the queue pair may be reset and connected again. Earlier, the peer may reject the
     /// request as stale.
     ///
-    /// After a moved local address or a [silent](Disconnection::Silent) peer, this sends a
-    /// disconnect request; TIMEWAIT starts with the peer's answer or after the last retransmission.
+    /// If the peer does not know of the end, this sends a disconnect request. TIMEWAIT then starts
+    /// with the peer's answer or after the last retransmission.
     ///
     /// # Errors
     ///
@@ -199,7 +198,8 @@ impl CmConnection {
             if !self.peer_knows()
                 && let Err(error) = self.endpoint.call(|id| Ok(id.disconnect()?))
             {
-                // Never established, or the device is gone: an event follows.
+                // The connection was never established, or the device is gone. In both cases an
+                // event follows.
                 rdma_provider::debug!(
                     %error,
                     peer = %self.peer,

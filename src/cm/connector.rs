@@ -26,11 +26,11 @@ use super::router::Router;
 ///
 /// # Errors
 ///
-/// The last address's error from [`resolve`], [`Route::connect`] or `make`.
+/// The error of [`resolve_with`], [`Route::connect`] or `make` for the last address.
 ///
 /// # Cancel safety
 ///
-/// Dropping the future withdraws the request; its queue pair goes to the error state.
+/// See [`Route::connect`].
 pub async fn connect(
     device: &Device,
     address: impl ToSocketAddrs + fmt::Debug,
@@ -57,7 +57,7 @@ pub async fn connect(
     Err(last.unwrap_or_else(no_address))
 }
 
-/// Resolves a route to a listener, with default [`ConnectionOptions`].
+/// Resolves a route like [`resolve_with`], with default [`ConnectionOptions`].
 ///
 /// # Errors
 ///
@@ -73,7 +73,7 @@ pub async fn resolve(
     resolve_with(device, address, &ConnectionOptions::default()).await
 }
 
-/// Resolves a route to the first reachable address: `rdma_resolve_addr(3)` and
+/// Resolves a route to the first reachable address, `rdma_resolve_addr(3)` and
 /// `rdma_resolve_route(3)`.
 ///
 /// # Errors
@@ -88,7 +88,7 @@ pub async fn resolve(
 ///
 /// # Cancel safety
 ///
-/// Dropping the future leaves nothing behind.
+/// Dropping the future has no effect.
 pub async fn resolve_with(
     device: &Device,
     address: impl ToSocketAddrs + fmt::Debug,
@@ -230,8 +230,7 @@ impl Route {
         self.address
     }
 
-    /// Connects `queue_pair`, which must be in INIT and send from the route's port and GID. It is
-    /// ready to use when this returns.
+    /// Connects `queue_pair`, which must be in INIT and send from the route's port and GID.
     ///
     /// # Errors
     ///

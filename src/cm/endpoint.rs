@@ -1,5 +1,3 @@
-//! An id of the connection manager and the inbox of its events.
-
 use std::fmt;
 use std::future::poll_fn;
 use std::net::SocketAddr;
@@ -26,7 +24,7 @@ pub(super) struct Endpoint {
     raw: Option<Arc<CmId>>,
     inbox: Arc<Inbox>,
     router: Arc<Router>,
-    /// True for listeners and unanswered requests, whose destruction may block.
+    /// Set for listeners and unanswered requests, whose destruction may block.
     passive: bool,
 }
 
@@ -79,9 +77,9 @@ impl Endpoint {
         self.raw.as_ref()?.route()
     }
 
-    /// Calls `f`, which does not block: librdmacm writes one command to its descriptor for each
-    /// call, and the kernel carries it out under locks that are held briefly. For RTR and RTS, it
-    /// looks up a RoCE neighbour that it already knows.
+    /// Calls `f` without leaving this thread, because it does not block: librdmacm writes one
+    /// command for each call, and the kernel executes it under locks that it holds briefly. For RTR
+    /// and RTS, it looks up a RoCE neighbour that it already knows.
     pub(super) fn call<T>(
         &self,
         f: impl FnOnce(&CmId) -> Result<T, ConnectError>,
@@ -115,12 +113,13 @@ impl Endpoint {
         self.router.watch()
     }
 
-    /// Waits until `find` returns `Some`. Polls for events if no runtime watches them.
+    /// Waits until `find` returns `Some`. If no runtime watches the events, it polls for them.
     pub(super) async fn wait_for<T>(&self, mut find: impl FnMut(&mut IdState) -> Option<T>) -> T {
         let mut wait = self.inbox.wait();
         let mut poll = |context: &mut Context<'_>| {
             let polled = wait.poll(context, &mut find);
-            // Checked on each poll: the task may have moved from a runtime that has shut down.
+            // Checked on each poll, because the task may have moved from a runtime that has shut
+            // down.
             if polled.is_ready() || self.router.watch().is_ok() || self.router.is_watched() {
                 return polled;
             }
@@ -137,7 +136,7 @@ impl Endpoint {
         step: ConnectStep,
         address: SocketAddr,
     ) -> Result<T, ConnectError> {
-        /// Time for the end event to arrive; delays the error if there is none.
+        /// The time for the event of the end to arrive. Without one, it delays the error.
         const GRACE: Duration = Duration::from_millis(100);
         let Err(error) = result else { return result };
         if !matches!(error, ConnectError::Verb { .. } | ConnectError::Setup { .. }) {
@@ -159,7 +158,7 @@ impl Endpoint {
 
 const CANCELLED: VerbError = VerbError::new("call of a destroyed id", 125);
 
-/// Runs `f` to the end on a thread that it may block, even if the future is dropped.
+/// Runs `f` to the end on a blocking thread, even if the future is dropped.
 pub(super) async fn on_blocking_thread<T: Send + 'static>(
     f: impl FnOnce() -> Result<T, ConnectError> + Send + 'static,
 ) -> Result<T, ConnectError> {
@@ -168,7 +167,7 @@ pub(super) async fn on_blocking_thread<T: Send + 'static>(
 }
 
 /// Fails with [`ConnectError::TimedOut`] if the future of `make` takes longer than `after`. Adds
-/// the step and the address to errors without them.
+/// step and address to errors without them.
 pub(super) async fn with_deadline<T>(
     after: Duration,
     step: ConnectStep,

@@ -18,7 +18,7 @@ use super::inbox::EndReason;
 pub enum ConnectError {
     /// The host name lookup failed, took too long, or returned no address.
     Lookup {
-        /// The address as it was passed, if it is known, for example `"host:7471"` in quotes.
+        /// The address as it was passed, in `Debug` format, if known.
         host: Option<String>,
         /// Kind of the error.
         kind: io::ErrorKind,
@@ -73,13 +73,13 @@ pub enum ConnectError {
         /// Private data of the rejection: empty, or padded with zeros to 148 bytes.
         private_data: Vec<u8>,
     },
-    /// The peer does not answer any retransmission, or its host has refused the request.
+    /// The peer does not answer, or its host has refused the request.
     Unreachable {
         /// Step and peer.
         attempt: ConnectAttempt,
-        /// Reason, see `errno(3)`. The software device over UDP returns ECONNREFUSED at once if the
-        /// peer's host rejects its packets: no process there has opened a device at the address, or
-        /// a firewall rejects the port.
+        /// Reason, see `errno(3)`. The software device over UDP returns ECONNREFUSED if the peer's
+        /// host rejects its packets, because no process there has opened a device at the address,
+        /// or a firewall rejects the port.
         errno: i32,
     },
     /// The time limit of a step has passed.
@@ -110,8 +110,8 @@ pub enum ConnectError {
     NoRuntime(NoRuntime),
     /// A setting exceeds its limit, for example the length of the private data.
     Limit(LimitError),
-    /// The queue pair does not fit the connection. Never holds [`SetupError::Verb`], which is
-    /// [`Verb`](Self::Verb).
+    /// The queue pair does not fit the connection. `error` is never [`SetupError::Verb`], which
+    /// becomes [`Verb`](Self::Verb).
     Setup {
         /// Step and peer.
         attempt: Option<ConnectAttempt>,
@@ -127,7 +127,7 @@ pub enum ConnectError {
     },
 }
 
-/// The step that failed, and the address of the listener or the peer.
+/// A step, and the address of the listener or the peer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct ConnectAttempt {
     /// Step that failed.
@@ -204,8 +204,7 @@ impl ConnectError {
         self
     }
 
-    /// Returns the step that failed; `None` for [`Limit`](Self::Limit) and
-    /// [`NoRuntime`](Self::NoRuntime).
+    /// Returns the step that failed, if known.
     #[must_use]
     pub const fn step(&self) -> Option<ConnectStep> {
         match self.attempt() {
@@ -214,7 +213,7 @@ impl ConnectError {
         }
     }
 
-    /// Returns the address of the listener or the peer, if the attempt had one.
+    /// Returns the address of the listener or the peer, if known.
     #[must_use]
     pub const fn address(&self) -> Option<SocketAddr> {
         match self.attempt() {

@@ -1,7 +1,5 @@
-//! Registrations of the event channel with the I/O drivers of Tokio runtimes.
-//!
-//! The channel stays registered with each runtime in which a task has waited for an event. The
-//! registered waker drains the channel itself, without a task.
+//! Registrations of the event channel with the I/O driver of each Tokio runtime in which a task has
+//! waited for an event. The registered waker drains the channel itself, without a task.
 
 use std::sync::{Arc, Weak};
 use std::task::{Wake, Waker};
@@ -29,7 +27,7 @@ impl Reactors {
         Self(rdma_provider::locks::Mutex::new(Vec::new()))
     }
 
-    /// Ensures that the current runtime watches the channel.
+    /// Registers the channel with the current runtime, unless it is registered.
     pub(super) fn watch(&self, router: &Arc<Router>) -> Result<(), NoRuntime> {
         let handle = NoRuntime::or_current()?;
         let runtime = handle.id();

@@ -12,8 +12,8 @@ use rdma_provider::cm_contract::{CmEventKind, CmPeer};
 
 use super::disconnection::Disconnection;
 
-/// The events of an id so far. Each occurs at most once. `address` stays `None` if the provider has
-/// resolved the route at once.
+/// The events of an id so far, each of which occurs at most once. `address` stays `None` if the
+/// provider resolves address and route in one step.
 #[derive(Debug, Default)]
 pub(super) struct IdState {
     pub(super) address: Option<Result<(), i32>>,
@@ -21,10 +21,10 @@ pub(super) struct IdState {
     pub(super) response: Option<CmPeer>,
     pub(super) established: bool,
     pub(super) end: Option<EndReason>,
-    /// True if the peer's connection manager knows of the end or cannot be notified; false after an
+    /// The peer's connection manager knows of the end, or cannot be notified. False after an
     /// address change or a failed probe.
     pub(super) peer_knows: bool,
-    /// True if TIMEWAIT is over or did not begin.
+    /// TIMEWAIT is over or did not begin.
     pub(super) exited: bool,
 }
 
@@ -40,7 +40,7 @@ pub(super) enum EndReason {
     Keepalive(Disconnection),
 }
 
-/// The receiver of one id's events. Tasks are woken and queue pairs modified without any lock held,
+/// The receiver of one id's events. It holds no lock when it wakes a task or modifies a queue pair,
 /// because both may call back into this module.
 #[derive(Debug)]
 pub(super) struct Inbox {
@@ -58,15 +58,15 @@ pub(super) trait TakeRequests: std::fmt::Debug + Send + Sync {
 #[derive(Debug, Default)]
 struct Seen {
     state: IdState,
-    /// The tasks that wait for the next event. A woken task leaves the queue: if its waker panics,
-    /// it may never be polled again.
+    /// The tasks that wait for the next event. A woken task leaves the queue, because it may never
+    /// be polled again if its waker panics.
     waiters: Waiters,
 }
 
 #[derive(Debug, Default)]
 struct AttachedQueuePair {
     queue_pair: Option<WeakQueuePair>,
-    /// True once the connection has ended; a queue pair attached later fails at once.
+    /// The connection has ended, so a queue pair that is attached later fails at once.
     ended: bool,
 }
 
@@ -108,7 +108,8 @@ impl Inbox {
         }
         let ends = kind.is_end();
         if ends {
-            // Before waking: a task that sees the end must find the queue pair in the error state.
+            // Before the tasks are woken, because a task that sees the end must find the queue pair
+            // in the error state.
             let queue_pair = {
                 let mut attached = self.attached.lock();
                 attached.ended = true;
@@ -152,10 +153,10 @@ impl Inbox {
     }
 }
 
-/// Returns false if the waker panicked. Requires that no lock is held.
+/// Returns false if the waker panicked. The caller must hold no lock.
 fn wake(waker: Waker) -> bool {
     let panicked = later::reported_panic(|| waker.wake_by_ref());
-    // Separate: two panics at once would abort the process.
+    // Dropped separately, because a second panic during the first one would abort the process.
     later::discard([waker]);
     !panicked
 }

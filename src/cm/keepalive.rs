@@ -108,7 +108,7 @@ async fn probe(interval: Duration, queue_pair: WeakQueuePair, inbox: Arc<Inbox>,
             {
                 Disconnection::ProbeFailed
             }
-            // The program moved it to a state in which it cannot post.
+            // The program has moved the queue pair to a state in which it cannot post.
             _ => continue,
         };
         rdma_provider::warn!(%peer, error = %kind, "keepalive probe failed; disconnecting");

@@ -32,8 +32,7 @@ use crate::clock::{self, Sleep};
 
 /// Listens for connection requests at an address.
 ///
-/// Dropping it releases the address and rejects the requests that were not accepted. Established
-/// connections continue.
+/// Dropping it releases the address and rejects requests that were not accepted.
 ///
 /// ```
 /// use tokio_rdma::cm::{ConnectError, ListenOptions, Listener};
@@ -62,7 +61,7 @@ pub struct Listener {
 }
 
 impl Listener {
-    /// Listens at the first available of the addresses, with default [`ListenOptions`].
+    /// Listens like [`bind_with`](Self::bind_with), with default [`ListenOptions`].
     ///
     /// # Errors
     ///
@@ -80,8 +79,8 @@ impl Listener {
 
     /// Listens at the first available of the addresses.
     ///
-    /// Port 0 picks a free port. The unspecified address stands for every address of the device:
-    /// 0.0.0.0 for IPv4, :: for both families.
+    /// Port 0 selects a free port. `0.0.0.0` stands for every IPv4 address of the device, and `::`
+    /// for every address.
     ///
     /// # Errors
     ///
@@ -157,16 +156,13 @@ impl Listener {
         self.address
     }
 
-    /// Returns the next connection request.
-    ///
-    /// Several tasks may wait; they receive requests in the order of arrival. Withdrawn requests
-    /// are skipped.
+    /// Returns the next connection request that was not withdrawn, in the order of arrival.
     ///
     /// # Errors
     ///
-    /// [`ConnectError::DeviceRemoved`] if no more requests can arrive. A move of the address to
-    /// another network interface (`RDMA_CM_EVENT_ADDR_CHANGE` of `rdma_get_cm_event(3)`) is only
-    /// logged: the listener stays bound.
+    /// [`ConnectError::DeviceRemoved`] if no more requests can arrive. If the address moves to
+    /// another network interface (`RDMA_CM_EVENT_ADDR_CHANGE` of `rdma_get_cm_event(3)`), the
+    /// listener stays bound.
     ///
     /// # Cancel safety
     ///
@@ -204,7 +200,7 @@ impl Listener {
     }
 
     /// Lets the provider answer requests as `admit` decides; returns false if it cannot. Requests
-    /// then arrive confirmed by their peers, and accepting them sends no message.
+    /// then arrive when their peers have confirmed, and accepting them sends no message.
     pub(crate) fn answer(&self, admit: Arc<dyn Admit>) -> Result<bool, ConnectError> {
         let bound = self.bound.lock();
         let answers = |(endpoint, _): &(Endpoint, _)| endpoint.call(|id| Ok(id.answer(admit)));
@@ -215,7 +211,7 @@ impl Listener {
         self.router.watch()
     }
 
-    /// Releases the address and rejects the requests that were not accepted. Futures of
+    /// Releases the address and rejects requests that were not accepted. Futures of
     /// [`accept`](Self::accept) never complete afterwards.
     pub(crate) fn stop(&self) {
         let bound = self.bound.lock().take();
@@ -243,7 +239,7 @@ impl Listener {
 
     async fn next(&self) -> Result<Pending, ConnectError> {
         let (inbox, incoming) = (&self.inbox, &self.incoming);
-        // Dropped after the wait.
+        // Declared first, so that it is dropped after `wait`.
         let _next = WakeNext { inbox, incoming };
         let mut wait = inbox.wait();
         let mut poll = |context: &mut Context<'_>| {
@@ -257,7 +253,8 @@ impl Listener {
                     (None, None) => None,
                 });
             match polled {
-                // Checked on each poll: the task may have moved from a runtime that has shut down.
+                // Checked on each poll, because the task may have moved from a runtime that has
+                // shut down.
                 Poll::Pending => self
                     .router
                     .watch()
@@ -269,7 +266,7 @@ impl Listener {
     }
 }
 
-/// On drop, wakes the next acceptor if requests are left, because this one may have used up their
+/// On drop, wakes the next acceptor if requests are left, because this one may have consumed their
 /// wake-up.
 struct WakeNext<'a> {
     inbox: &'a Inbox,
@@ -294,8 +291,8 @@ impl fmt::Debug for Listener {
 pub(crate) struct PendingRequests(Weak<Incoming>);
 
 impl PendingRequests {
-    /// Waits until a request has waited for `age`, at the earliest `age` after the first poll. Each
-    /// request completes one call. Never completes without the listener.
+    /// Waits until a request has waited for `age`, and for at least `age`. Each request completes
+    /// one call. Never completes after the listener was dropped.
     pub(crate) async fn displaced(&self, age: Duration) {
         let mut sleep = Sleep::new(clock::deadline(age));
         loop {
@@ -338,8 +335,8 @@ impl AddressEntry {
         Self(held)
     }
 
-    /// Returns the device of the listener that conflicts with `address`. The unspecified address
-    /// conflicts with all.
+    /// Returns the device of the listener that conflicts with `address`. An unspecified address
+    /// conflicts with every address.
     fn device_at(port_space: usize, address: SocketAddr) -> Option<String> {
         let meet = |held: &&ListenAddress| {
             let any = held.address.ip().is_unspecified() || address.ip().is_unspecified();
@@ -380,8 +377,8 @@ impl Incoming {
         Arc::new(Self { router, queue: Mutex::default(), limit: backlog as usize })
     }
 
-    /// Removes the oldest request that was not withdrawn. Moves those before it to `withdrawn`, to
-    /// be dropped without a lock.
+    /// Removes the oldest request that was not withdrawn. Moves earlier ones to `withdrawn`, to be
+    /// dropped without the lock.
     fn pop(&self, withdrawn: &mut Vec<Pending>) -> Option<Pending> {
         let mut queue = self.queue.lock();
         loop {
@@ -392,7 +389,6 @@ impl Incoming {
         }
     }
 
-    /// Returns true once for each request that has waited for `age`.
     fn displaces(&self, age: Duration) -> bool {
         let mut queue = self.queue.lock();
         let old = |pending: &&mut Pending| {
@@ -457,7 +453,7 @@ impl ConnectionRequest {
         self.address
     }
 
-    /// Returns the address the request was sent to.
+    /// Returns the address to which the request was sent.
     #[must_use]
     pub const fn local_addr(&self) -> SocketAddr {
         self.local
@@ -481,20 +477,20 @@ impl ConnectionRequest {
         self.path.entry.index
     }
 
-    /// Returns the request's private data, padded with zeros to 56 bytes, because requests (IBTA
-    /// 12.6.5) do not carry its length.
+    /// Returns the request's private data. Requests do not carry its length (IBTA 12.6.5), so it is
+    /// padded with zeros to 56 bytes.
     #[must_use]
     pub fn private_data(&self) -> &[u8] {
         &self.peer.private_data
     }
 
-    /// Returns the number of outstanding READs and atomics the peer requests.
+    /// Returns the maximum of READs and atomics that the peer wants to have outstanding.
     #[must_use]
     pub const fn reads_issued(&self) -> u8 {
         self.peer.responder_resources
     }
 
-    /// Returns the number of outstanding READs and atomics the peer serves.
+    /// Returns the maximum of outstanding READs and atomics that the peer serves.
     #[must_use]
     pub const fn reads_served(&self) -> u8 {
         self.peer.initiator_depth
@@ -507,7 +503,7 @@ impl ConnectionRequest {
     }
 
     /// Lets the provider answer this request, see [`Listener::answer`]. Returns true if it does;
-    /// the request must then not be used any more.
+    /// the request must then no longer be used.
     pub(crate) fn answer_late(&self, answer: &CmAnswer) -> bool {
         self.endpoint.answer_late(answer)
     }
@@ -518,8 +514,8 @@ impl ConnectionRequest {
 
     /// Accepts the request with `queue_pair`, and waits until the peer confirms.
     ///
-    /// The queue pair must be in INIT and send from the request's port and GID. It is ready to use
-    /// when this returns. The peer's first messages may arrive earlier, so post receives first.
+    /// The queue pair must be in INIT and send from the request's port and GID. The peer's first
+    /// messages may arrive before this returns, so post receives first.
     ///
     /// # Errors
     ///

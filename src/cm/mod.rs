@@ -6,9 +6,9 @@
 //!  resolve ─▶ Route ─▶ prepare a queue pair ─▶ Route::connect ─▶ CmConnection
 //! ```
 //!
-//! A [`Route`] or [`ConnectionRequest`] names the port and GID to send from, for which the caller
-//! builds a queue pair. It is ready to use when `connect` or `accept` succeeds, and in the error
-//! state when the handshake fails.
+//! A [`Route`] or [`ConnectionRequest`] names the port and GID to send from, for which you build a
+//! queue pair. The queue pair is ready to use when `connect` or `accept` succeeds, and in the error
+//! state if the handshake fails.
 //!
 //! Functions that return [`ConnectError`] fail with [`ConnectError::NoRuntime`] outside of a Tokio
 //! runtime with an I/O driver.
@@ -30,6 +30,7 @@
 //! let address = listener.local_addr();
 //! let server = async {
 //!     let request = listener.accept().await?;
+//!     assert!(request.private_data().starts_with(b"v2"));
 //!     let qp = request.prepare(QueuePair::builder(&pd, &queue)).build()?;
 //!     let received = qp.recv(pool.alloc(64).await?);
 //!     let connection = request.accept(&qp, &cm::ConnectionOptions::default()).await?;
@@ -39,7 +40,8 @@
 //! let client = async {
 //!     let route = cm::resolve(&device, address).await?;
 //!     let qp = route.prepare(QueuePair::builder(&pd, &queue)).build()?;
-//!     let connection = route.connect(&qp, &cm::ConnectionOptions::default()).await?;
+//!     let options = cm::ConnectionOptions::default().private_data(*b"v2");
+//!     let connection = route.connect(&qp, &options).await?;
 //!     qp.send(pool.copy_from(b"hello")?).await?;
 //!     Ok::<_, Box<dyn std::error::Error>>((connection, qp))
 //! };

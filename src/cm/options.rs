@@ -4,38 +4,8 @@ use std::time::Duration;
 use crate::error::{LimitError, SetupError};
 use crate::op::ConnectOptions;
 
-/// Settings for connecting to a listener, or for accepting a request.
-///
-/// ```
-/// use std::time::Duration;
-/// use tokio_rdma::cm::{self, ConnectionOptions};
-/// # use tokio_rdma::{CompletionMode, CompletionQueue, Device, QueuePair};
-///
-/// # #[tokio::main(flavor = "current_thread")]
-/// # async fn main() -> Result<(), Box<dyn std::error::Error>> {
-/// # let device = Device::software()?;
-/// # let pd = device.protection_domain()?;
-/// # let queue = CompletionQueue::new(&device, CompletionMode::Event)?;
-/// # let listener = cm::Listener::bind(&device, "127.0.0.1:0").await?;
-/// # let client = async {
-/// #     let route = cm::resolve(&device, listener.local_addr()).await?;
-/// #     let qp = route.prepare(QueuePair::builder(&pd, &queue)).build()?;
-/// let options =
-///     ConnectionOptions::default().timeout(Duration::from_secs(5)).private_data(*b"v2");
-/// let connection = route.connect(&qp, &options).await?;
-/// #     Ok::<_, Box<dyn std::error::Error>>((connection, qp))
-/// # };
-/// # let server = async {
-/// let request = listener.accept().await?;
-/// assert!(request.private_data().starts_with(b"v2"));
-/// #     let qp = request.prepare(QueuePair::builder(&pd, &queue)).build()?;
-/// #     let connection = request.accept(&qp, &ConnectionOptions::default()).await?;
-/// #     Ok::<_, Box<dyn std::error::Error>>((connection, qp))
-/// # };
-/// # tokio::try_join!(server, client)?;
-/// # Ok(())
-/// # }
-/// ```
+/// Settings for connecting to a listener, or for accepting a request. Module [`cm`](super) has an
+/// example.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ConnectionOptions {
     source: Option<IpAddr>,
@@ -64,27 +34,26 @@ impl Default for ConnectionOptions {
 }
 
 impl ConnectionOptions {
-    /// Sets the local address to connect from, which must be one of the device's; by default the
-    /// routing table selects it.
+    /// Sets the device's address to connect from. By default the routing table selects it.
     #[must_use]
     pub const fn source(mut self, address: IpAddr) -> Self {
         self.source = Some(address);
         self
     }
 
-    /// Sets the time limit of the host name lookup, and of resolving the route to each address
-    /// tried. The default is 5 s.
+    /// Sets the time limit of the host name lookup, and of resolving a route to each address. The
+    /// default is 5 s.
     #[must_use]
     pub const fn resolve_timeout(mut self, timeout: Duration) -> Self {
         self.resolve_timeout = timeout;
         self
     }
 
-    /// Sets the time limit of the handshake with each address tried, and of the answer to a
-    /// disconnect request. The default is 15 s.
+    /// Sets the time limit of the handshake with each address, within which the peer's program must
+    /// accept, and of the answer to a disconnect request. The default is 15 s.
     ///
-    /// The peer's program must accept within it. The kernel retransmits a lost message after 4.3 s,
-    /// the software device after 0.27 s, doubling up to 4.3 s.
+    /// The kernel retransmits a lost message after 4.3 s, the software device after 0.27 s,
+    /// doubling up to 4.3 s.
     #[must_use]
     pub const fn timeout(mut self, timeout: Duration) -> Self {
         self.timeout = timeout;
@@ -94,18 +63,18 @@ impl ConnectionOptions {
     /// Sets bytes to send with the request (at most 56) or the answer (at most 196). The default is
     /// none.
     ///
-    /// The peer receives them padded with zeros. If trailing zeros matter, start with the length.
+    /// The peer receives them padded with zeros. If trailing zeros matter, include the length.
     #[must_use]
     pub fn private_data(mut self, data: impl Into<Vec<u8>>) -> Self {
         self.private_data = data.into();
         self
     }
 
-    /// Sets the maximum of outstanding READs and atomics in each direction. By default, as many as
-    /// both devices support; 0 disables them.
+    /// Sets the maximum of outstanding READs and atomics in each direction; the peer may agree to
+    /// fewer. The default is as many as both devices support; 0 disables them.
     ///
     /// A value beyond [`DeviceAttr::max_qp_rd_atom`](crate::types::DeviceAttr) or
-    /// `max_qp_init_rd_atom` is refused. The peer may agree to fewer.
+    /// `max_qp_init_rd_atom` is refused.
     #[must_use]
     pub const fn reads(mut self, reads: u8) -> Self {
         self.reads = Some(reads);
@@ -113,27 +82,23 @@ impl ConnectionOptions {
     }
 
     /// Probes the peer when nothing was in flight and nothing has arrived for `interval`, at least
-    /// 1 ms. The default is no probes.
-    ///
-    /// A side that only receives needs probes, because a killed process or crashed host sends no
-    /// disconnect request.
+    /// 1 ms. The default is no probes. A side that only receives needs them, because a killed
+    /// process or crashed host sends no disconnect request.
     ///
     /// A probe is a WRITE of no bytes, which the peer's program does not see. If it is not
     /// acknowledged within the retries of [`transport`](Self::transport), the connection ends with
     /// [`Disconnection::Silent`](super::Disconnection::Silent), and the queue pair goes to the
     /// error state. This takes at most two intervals plus the retries.
     ///
-    /// - The peer's queue pair must allow REMOTE_WRITE, the default here and in librdmacm.
-    ///   Otherwise the first probe ends the connection with
-    ///   [`Disconnection::ProbeFailed`](super::Disconnection::ProbeFailed).
-    /// - So does a probe on a queue pair in the error state. If the program resets the queue pair
-    ///   itself, probing pauses until it can post again.
+    /// - The peer's queue pair must allow REMOTE_WRITE, which is the default here and in librdmacm.
+    ///   Otherwise, or on a queue pair in the error state, the first probe ends the connection with
+    ///   [`Disconnection::ProbeFailed`](super::Disconnection::ProbeFailed). On a queue pair that
+    ///   the program has reset, probing pauses until it can post again.
     /// - Arrivals in a shared receive queue do not defer a probe.
     /// - An infinite acknowledgement timeout ([`AckTimeout`](crate::types::AckTimeout) code 0) is
     ///   refused.
-    /// - A probe takes one entry of [`max_send_wr`](crate::op::QueuePairBuilder::max_send_wr) until
-    ///   it is acknowledged. Enlarge the send queue by one if a `try_` method must not find it full
-    ///   because of a probe.
+    /// - A probe uses one entry of [`max_send_wr`](crate::op::QueuePairBuilder::max_send_wr) until
+    ///   it is acknowledged.
     /// - Intervals are in real time, even if Tokio's clock is paused, except in
     ///   [`software::drive`](crate::software::drive). Probes end when the runtime that established
     ///   the connection shuts down.
@@ -143,10 +108,9 @@ impl ConnectionOptions {
         self
     }
 
-    /// Sets this side's timeouts and retries, whatever the peer proposes.
-    ///
-    /// The peer sets its own. By default it adopts 6 retries, infinite RNR retries and, from the
-    /// software device, an acknowledgement timeout of 537 ms.
+    /// Sets the timeouts and retries of this side, which override the peer's proposal. A peer
+    /// without settings of its own adopts this side's proposal: 6 retries, infinite RNR retries
+    /// and, from the software device, an acknowledgement timeout of 537 ms.
     #[must_use]
     pub const fn transport(mut self, transport: ConnectOptions) -> Self {
         self.transport = transport;
@@ -196,22 +160,7 @@ impl ConnectionOptions {
     }
 }
 
-/// Settings for listening.
-///
-/// ```
-/// use tokio_rdma::cm::{ListenOptions, Listener};
-/// # use tokio_rdma::Device;
-///
-/// # #[tokio::main(flavor = "current_thread")]
-/// # async fn main() -> Result<(), Box<dyn std::error::Error>> {
-/// # let device = Device::software()?;
-/// let options = ListenOptions::default().backlog(64);
-/// let listener = Listener::bind_with(&device, "127.0.0.1:0", &options).await?;
-/// assert_ne!(listener.local_addr().port(), 0);
-/// assert!(Listener::bind_with(&device, "127.0.0.1:0", &options.backlog(0)).await.is_err());
-/// # Ok(())
-/// # }
-/// ```
+/// Settings of a [`Listener`](super::Listener), which has an example.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ListenOptions {
     backlog: u32,
@@ -237,9 +186,9 @@ impl ListenOptions {
     /// you accept at a time.
     ///
     /// On the software device, at most 256 requests of one source and 4,096 of all may wait for an
-    /// answer or its confirmation. Further peers are asked to retry. While more than 2,048 wait, an
+    /// answer or its confirmation; further peers are asked to retry. While more than 2,048 wait, an
     /// accepted request is abandoned if its peer does not confirm within 1.1 s. Later requests do
-    /// not displace waiting ones: to withstand forged requests, use
+    /// not displace waiting ones, so forged requests can block a listener: to withstand them, use
     /// [`tokio_rdma::Listener`](crate::Listener).
     #[must_use]
     pub const fn backlog(mut self, requests: u32) -> Self {

@@ -1,5 +1,3 @@
-//! The port and GID that a route requires of a queue pair, and its transition to RTS.
-
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -73,10 +71,10 @@ impl Path {
     }
 }
 
-/// Retries that a peer without options of its own adopts. SoftRoCE treats 7 as infinite and would
+/// The retries of a peer without options of its own. SoftRoCE treats 7 as infinite, so it would
 /// never detect that this side is gone.
 const PEER_RETRIES: u8 = 6;
-/// Infinite: a late receive is a matter of the service's own deadlines.
+/// Infinite, because the program's own deadlines limit how long a receive may be missing.
 const PEER_RNR_RETRIES: u8 = 7;
 
 #[derive(Debug, Clone, Copy)]
@@ -100,7 +98,8 @@ impl Reads {
         }
     }
 
-    /// Returns the parameters to send. Our [`ConnectOptions`] apply to this side only.
+    /// Returns the parameters to send. They are for the peer; our [`ConnectOptions`] apply to this
+    /// side only.
     pub(super) fn params<'a>(
         self,
         queue_pair: &QueuePair,

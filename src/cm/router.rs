@@ -1,7 +1,5 @@
-//! The event channel of each open device, and the dispatch of its events.
-//!
-//! The waker that Tokio's reactor calls ([`Reactors`]) drains the channel directly: it records each
-//! event in its id's inbox and wakes the waiters.
+//! The event channel of each open device, and the dispatch of its events to the inboxes of ids.
+//! Wakers that Tokio's reactor calls ([`Reactors`]) drain the channel directly.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -58,7 +56,7 @@ impl Drop for DrainLock<'_> {
     }
 }
 
-/// A scheduled drain. If dropped because its runtime shut down, it is scheduled elsewhere.
+/// A scheduled drain. If its runtime drops it, it is scheduled in another one.
 struct DrainTask {
     router: Option<Arc<Router>>,
     runtime: runtime::Id,
@@ -96,7 +94,7 @@ fn find(routers: &[(usize, Weak<Router>)], device: &Device) -> Option<Arc<Router
 }
 
 impl Router {
-    /// Returns the router of an open device, and lets the current runtime watch it. It is dropped
+    /// Returns the router of a device, and lets the current runtime watch it. A router is dropped
     /// with its last id.
     pub(super) async fn of(device: &Device) -> Result<Arc<Self>, ConnectError> {
         let router = match Self::known(device) {
@@ -115,7 +113,7 @@ impl Router {
     fn make(device: &Device) -> Result<Arc<Self>, VerbError> {
         let router = Arc::new(Self {
             device: device.clone(),
-            // May block, so before taking the lock on all routers.
+            // Created before the lock on all routers is taken, because this may block.
             channel: Arc::new(device.context().create_cm_channel()?),
             inboxes: Mutex::default(),
             drain_state: Mutex::default(),
@@ -141,7 +139,7 @@ impl Router {
         &self.device
     }
 
-    /// Does not block: librdmacm writes one command, and the kernel takes a short lock.
+    /// Does not block, because librdmacm writes one command, and the kernel takes a short lock.
     pub(super) fn create_id(&self) -> Result<CmId, VerbError> {
         self.channel.create_id()
     }
@@ -201,9 +199,8 @@ impl Router {
         Handle::try_current().ok().or_else(|| self.reactors.handle(&[]))
     }
 
-    /// Dispatches events.
     pub(super) fn drain(self: &Arc<Self>) {
-        // A peer can cause any number of events, so a task continues after some.
+        // A peer can cause any number of events, so a task continues after `QUOTA` of them.
         let (mut left, mut refused) = (QUOTA, Vec::new());
         loop {
             // If another drain is running, it continues instead.
@@ -236,7 +233,7 @@ impl Router {
             }
         }
         if !refused.is_empty() {
-            // Together, to occupy one thread.
+            // Disposed of together, to occupy only one thread.
             self.dispose(refused);
         }
         if left == 0 {

@@ -2,10 +2,8 @@ use crate::op::EndpointError;
 use crate::op::address_codec::{self, Address, Reader, Writer, link_code};
 use crate::types::{DcKey, Gid, LinkLayer, Mtu, Qpn};
 
-/// The address of a [`DcTarget`](super::DcTarget), the same for all peers.
-///
-/// It contains the access key. It is encoded and validated like a
-/// [`QueuePairEndpoint`](crate::QueuePairEndpoint).
+/// The address of a [`DcTarget`](super::DcTarget), the same for all peers. It contains the access
+/// key, so keep it secret.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct DcAddress {
     /// The DC target number.
@@ -26,7 +24,7 @@ impl DcAddress {
     /// The length of the compact form in bytes.
     pub const ENCODED_LEN: usize = address_codec::LEN;
 
-    /// Returns the compact form; numbers are big-endian.
+    /// Returns the compact form, with big-endian numbers.
     ///
     /// ```text
     ///  0        1           2         3       6    8    16   32
@@ -40,7 +38,7 @@ impl DcAddress {
         address_codec::to_bytes(self)
     }
 
-    /// Decodes the result of [`to_bytes`](Self::to_bytes).
+    /// Decodes the compact form.
     ///
     /// # Errors
     ///
@@ -83,7 +81,7 @@ mod form {
     #[derive(Serialize, Deserialize)]
     struct Fields {
         number: u32,
-        /// In hexadecimal: some formats have no 64-bit integers.
+        /// In hexadecimal, because some formats have no 64-bit integers.
         key: String,
         gid: Ipv6Addr,
         #[serde(default)]

@@ -15,40 +15,11 @@ use crate::types::{
 };
 use crate::verbs::{AddressHandle, ProtectionDomain};
 
-/// A send queue for any number of [`DcTarget`](super::DcTarget)s. Clones refer to the same
-/// initiator.
-///
-/// ```
-/// # use tokio_rdma::dc::DcTarget;
-/// # use tokio_rdma::{Access, CompletionMode, CompletionQueue, Device};
-/// # use tokio_rdma::{ExposedRegion, Pool, SharedReceiveQueue};
-/// # #[tokio::main(flavor = "current_thread")]
-/// # async fn main() -> Result<(), Box<dyn std::error::Error>> {
-/// # let device = Device::software()?;
-/// # let pd = device.protection_domain()?;
-/// # let queue = CompletionQueue::new(&device, CompletionMode::Event)?;
-/// # let receives = SharedReceiveQueue::new(&pd, &queue, 16, 1)?;
-/// # let targets = [DcTarget::new(&pd, &receives)?, DcTarget::new(&pd, &receives)?];
-/// # let addresses = targets.each_ref().map(DcTarget::address);
-/// # let pool = Pool::new(&pd, 64, 4)?;
-/// # let region = ExposedRegion::new(&pd, vec![0; 64], Access::REMOTE_WRITE)?;
-/// # let remote = region.grant();
-/// let initiator = tokio_rdma::dc::DcInitiator::new(&pd, &queue)?;
-/// for address in &addresses {
-///     let peer = initiator.peer(address)?;
-///     initiator.to(&peer).write(pool.copy_from(b"hello")?, remote.slice(..5)?).await?;
-/// }
-/// # let mut bytes = [0; 5];
-/// # region.read(0, &mut bytes)?;
-/// # assert_eq!(&bytes, b"hello");
-/// # Ok(())
-/// # }
-/// ```
+/// A send queue for any number of targets; [`DcTarget`](super::DcTarget) has an example. Clones
+/// refer to the same initiator.
 ///
 /// Work completes in the order of posting, so a slow or unreachable target delays later work to
-/// all.
-///
-/// A failure moves the initiator to the error state and flushes all later work;
+/// all. A failure moves the initiator to the error state and flushes all later work;
 /// [`repair`](Self::repair) restores it.
 ///
 /// Dropping the last clone closes the initiator like a [`QueuePair`].
@@ -65,7 +36,7 @@ struct Setup {
     repair: Mutex<()>,
 }
 
-/// Time to flush the work in flight. A reset discards the rest.
+/// Time to flush the work in flight; a reset discards the rest.
 const FLUSH: Duration = Duration::from_millis(1);
 
 impl DcInitiator {
@@ -122,7 +93,7 @@ impl DcInitiator {
         self.setup.mtu
     }
 
-    /// Returns the maximum of READs and atomics in flight; more wait, in order.
+    /// Returns the maximum of READs and atomics in flight.
     #[must_use]
     pub fn reads(&self) -> u8 {
         self.setup.reads
@@ -140,14 +111,13 @@ impl DcInitiator {
         self.qp.software_counters().map(|(sent, _)| sent)
     }
 
-    /// Creates a peer for all initiators of this protection domain and port whose MTU it accepts.
-    ///
+    /// Creates a peer, for all initiators of this protection domain and port whose MTU it accepts.
     /// On RoCE this may take a system call.
     ///
     /// # Errors
     ///
     /// [`SetupError::Mismatch`] if link layer or IP version differ, or if the peer's MTU is smaller
-    /// than this initiator's ([`DcInitiatorBuilder::mtu`]).
+    /// than the [initiator's](DcInitiatorBuilder::mtu).
     pub fn peer(&self, address: &DcAddress) -> Result<DcPeer, SetupError> {
         let local = self.qp.local();
         self.qp.require_equal(
@@ -173,19 +143,17 @@ impl DcInitiator {
     }
 
     /// Returns the operations to this peer. They work like the methods of [`QueuePair`], on a
-    /// reliable connection that the device makes on demand. Fences hold for all peers.
+    /// reliable connection that the device makes on demand. A fence applies to all peers.
     ///
     /// # Errors
     ///
-    /// Errors of the operations differ from those of a [`QueuePair`]:
+    /// The operations have the errors of a [`QueuePair`], and these:
     ///
-    /// - For a wrong access key, or a target that no longer exists, the device reports a silent
-    ///   peer, [`RETRY_EXC_ERR`](crate::types::WcStatus::RETRY_EXC_ERR), or another status.
-    /// - After a completion with an error, all operations of the initiator fail as flushed, and it
-    ///   must be [repaired](Self::repair).
-    /// - A peer of another protection domain fails with [`OpErrorKind::Foreign`], a peer on another
-    ///   port with [`OpErrorKind::Unsupported`], and a peer with a smaller MTU than the initiator
-    ///   with [`OpErrorKind::Limit`]. Nothing is sent.
+    /// - For a wrong access key, or a target that no longer exists, the device reports
+    ///   [`RETRY_EXC_ERR`](crate::types::WcStatus::RETRY_EXC_ERR) or another status.
+    /// - A peer of another protection domain is refused with [`OpErrorKind::Foreign`], a peer on
+    ///   another port with [`OpErrorKind::Unsupported`], and a peer with a smaller MTU than the
+    ///   initiator with [`OpErrorKind::Limit`].
     #[inline]
     pub fn to<'a>(&'a self, peer: &'a DcPeer) -> Posting<Destination<'a>> {
         Posting::new(self.destination(peer))
@@ -223,8 +191,8 @@ impl DcInitiator {
         self.qp.query()
     }
 
-    /// Restores the initiator if it is in the error state, and returns true if so. Concurrent calls
-    /// repair it once.
+    /// Calls [`reset`](Self::reset) unless the initiator is in state RTS, and returns true if it
+    /// did. Concurrent calls reset it once.
     ///
     /// # Errors
     ///
@@ -238,10 +206,10 @@ impl DcInitiator {
         Ok(true)
     }
 
-    /// Restores the initiator from any state and ends all its operations.
+    /// Makes the initiator ready to send, from any state, and ends all its operations.
     ///
-    /// Operations that the device does not flush within 1 ms, or that are queued, fail with
-    /// [`OpErrorKind::Closed`](crate::OpErrorKind::Closed); the device no longer accesses their
+    /// The device flushes operations in flight for up to 1 ms. The others fail with
+    /// [`OpErrorKind::Closed`](crate::OpErrorKind::Closed), and the device no longer accesses their
     /// buffers. Concurrent operations may fail with
     /// [`OpErrorKind::State`](crate::OpErrorKind::State).
     ///
@@ -254,7 +222,8 @@ impl DcInitiator {
     }
 
     fn restart(&self) -> Result<(), SetupError> {
-        // A reset would discard completions that carry the reason of the failure.
+        // First to the error state, because a reset would discard completions, which carry the
+        // reason of the failure.
         if let Err(error) = self.qp.modify(&QpAttr::to_state(QpState::Err)) {
             rdma_provider::debug!(
                 qpn = %self.qpn(),
@@ -309,8 +278,7 @@ impl fmt::Debug for DcInitiator {
     }
 }
 
-/// A [`DcTarget`](super::DcTarget) as initiators address it: route, number and key. Clones are
-/// cheap.
+/// The route, number and key of a [`DcTarget`](super::DcTarget). Clones are cheap.
 #[derive(Debug, Clone)]
 pub struct DcPeer {
     pub(super) handle: AddressHandle,
@@ -348,35 +316,36 @@ pub struct DcInitiatorBuilder {
 }
 
 impl DcInitiatorBuilder {
-    /// Sets the capacity of the send queue, see [`QueuePairBuilder::max_send_wr`].
+    /// Sets the capacity of the send queue, like [`QueuePairBuilder::max_send_wr`].
     #[must_use]
     pub fn max_send_wr(mut self, work_requests: u32) -> Self {
         self.queue_pair = self.queue_pair.max_send_wr(work_requests);
         self
     }
 
-    /// Sets the scatter/gather elements of a work request, see [`QueuePairBuilder::max_sge`].
+    /// Sets the scatter/gather elements of a work request, like [`QueuePairBuilder::max_sge`].
     #[must_use]
     pub fn max_sge(mut self, elements: u32) -> Self {
         self.queue_pair = self.queue_pair.max_sge(elements);
         self
     }
 
-    /// Sets the maximum of inline bytes, see [`QueuePairBuilder::max_inline`].
+    /// Sets the maximum of inline bytes, like [`QueuePairBuilder::max_inline`].
     #[must_use]
     pub fn max_inline(mut self, bytes: u32) -> Self {
         self.queue_pair = self.queue_pair.max_inline(bytes);
         self
     }
 
-    /// Sets timeouts and retries. The `rnr_timer` has no effect: the target's applies.
+    /// Sets timeouts and retries. The target's `rnr_timer` applies instead of this one.
     #[must_use]
     pub fn options(mut self, options: ConnectOptions) -> Self {
         self.options = options;
         self
     }
 
-    /// Sets the maximum packet payload, which targets must accept; the MTU of the port by default.
+    /// Sets the maximum packet payload, which all targets must accept; the MTU of the port by
+    /// default.
     #[must_use]
     pub fn mtu(mut self, mtu: Mtu) -> Self {
         self.mtu = Some(mtu);
@@ -391,14 +360,14 @@ impl DcInitiatorBuilder {
         self
     }
 
-    /// Chooses the port and GID that reach this peer, see [`QueuePairBuilder::peer`].
+    /// Chooses port and GID to reach this peer, like [`QueuePairBuilder::peer`].
     #[must_use]
     pub fn peer(mut self, peer: impl Into<Gid>) -> Self {
         self.queue_pair = self.queue_pair.peer(peer);
         self
     }
 
-    /// Sets port and GID index, see [`QueuePairBuilder::source`].
+    /// Sets port and GID index, like [`QueuePairBuilder::source`].
     #[must_use]
     pub fn source(mut self, port: PortNum, gid_index: u8) -> Self {
         self.queue_pair = self.queue_pair.source(port, gid_index);

@@ -11,13 +11,15 @@ use crate::types::{
 };
 use crate::verbs::{Dct, ProtectionDomain};
 
-/// The receiving end of dynamic connections from any number of peers. Clones share it.
+/// The receiving end of dynamic connections from any number of peers. Clones refer to the same
+/// target.
 ///
 /// Peers that have its [`address`](Self::address) access memory exposed in its protection domain
 /// and send to its shared receive queue, where [`Received::qpn`](crate::op::Received::qpn) is the
 /// number of the target.
 ///
 /// ```
+/// use tokio_rdma::Access;
 /// use tokio_rdma::dc::{DcInitiator, DcTarget};
 /// # use tokio_rdma::{CompletionMode, CompletionQueue, Device, Pool, SharedReceiveQueue};
 ///
@@ -28,7 +30,7 @@ use crate::verbs::{Dct, ProtectionDomain};
 /// # let queue = CompletionQueue::new(&device, CompletionMode::Event)?;
 /// # let pool = Pool::new(&pd, 64, 4)?;
 /// let receives = SharedReceiveQueue::new(&pd, &queue, 16, 1)?;
-/// let target = DcTarget::new(&pd, &receives)?;
+/// let target = DcTarget::builder(&pd, &receives).access(Access::REMOTE_WRITE).build()?;
 /// let receive = receives.recv(pool.alloc(64).await?);
 ///
 /// // The peer reaches the target by its address, `DcAddress::to_bytes`.
@@ -44,10 +46,10 @@ use crate::verbs::{Dct, ProtectionDomain};
 ///
 /// # Closing
 ///
-/// Dropping the last clone destroys the target: when the drop returns, peers can reach nothing
-/// through it, and their work fails when retries are exhausted. With the software device, every
-/// acknowledged message has then been received. On an adapter, a message that is just arriving may
-/// consume a receive, which completes only when the shared receive queue is destroyed.
+/// Dropping the last clone destroys the target: peers can reach nothing through it, and their work
+/// fails when retries are exhausted. With the software device, every acknowledged message has then
+/// been received. On an adapter, a message that arrives at that moment may consume a receive, which
+/// completes only when the shared receive queue is destroyed.
 #[derive(Clone)]
 pub struct DcTarget {
     inner: Arc<Inner>,
@@ -84,7 +86,7 @@ impl DcTarget {
         }
     }
 
-    /// Returns the address for peers. Keep it secret: it contains the access key.
+    /// Returns the address for peers.
     #[must_use]
     pub fn address(&self) -> DcAddress {
         self.inner.address
@@ -102,7 +104,7 @@ impl DcTarget {
         &self.inner.pd
     }
 
-    /// Returns the queue that receives messages.
+    /// Returns the shared receive queue.
     #[must_use]
     pub fn shared_receive_queue(&self) -> &SharedReceiveQueue {
         &self.inner.srq
@@ -130,27 +132,7 @@ impl fmt::Debug for DcTarget {
     }
 }
 
-/// A builder for a [`DcTarget`].
-///
-/// ```
-/// use tokio_rdma::dc::DcTarget;
-/// use tokio_rdma::types::{DcKey, Mtu};
-/// # use tokio_rdma::{Access, CompletionMode, CompletionQueue, Device, SharedReceiveQueue};
-///
-/// # fn main() -> Result<(), Box<dyn std::error::Error>> {
-/// # let device = Device::software()?;
-/// # let pd = device.protection_domain()?;
-/// # let queue = CompletionQueue::new(&device, CompletionMode::Event)?;
-/// # let receives = SharedReceiveQueue::new(&pd, &queue, 16, 1)?;
-/// let target = DcTarget::builder(&pd, &receives)
-///     .access(Access::REMOTE_READ)
-///     .mtu(Mtu::Mtu1024)
-///     .key(DcKey(0x5eed))
-///     .build()?;
-/// assert_eq!(target.address().mtu, Mtu::Mtu1024);
-/// # Ok(())
-/// # }
-/// ```
+/// A builder for a [`DcTarget`], which has an example.
 #[derive(Debug, Clone)]
 pub struct DcTargetBuilder {
     pd: ProtectionDomain,
@@ -186,14 +168,14 @@ impl DcTargetBuilder {
         self
     }
 
-    /// Sets the access key; random by default. Keep it secret: it admits peers.
+    /// Sets the access key; random by default.
     #[must_use]
     pub fn key(mut self, key: DcKey) -> Self {
         self.key = Some(key);
         self
     }
 
-    /// Chooses the port and GID that reach this peer, see
+    /// Chooses port and GID to reach this peer, like
     /// [`QueuePairBuilder::peer`](crate::op::QueuePairBuilder::peer).
     #[must_use]
     pub fn peer(mut self, peer: impl Into<Gid>) -> Self {
@@ -228,8 +210,8 @@ impl DcTargetBuilder {
             None => DcKey(device.random()?),
         };
         let dct = Dct::new(&pd, srq.completion_queue().cq(), srq.verbs(), key)?;
-        // Precedes the consumption of receives: a failed completion queue may have returned their
-        // buffers.
+        // Registered before the target can consume receives. This fails if the completion queue has
+        // failed, because it may have returned their buffers.
         let core =
             TargetCore::new(dct, SharedReceives::new(srq.work_queue().clone(), srq.clone()))?;
         let init = QpAttr {

@@ -1,5 +1,5 @@
-//! Connections to peers that come and go, made of public items only: [`Reconnect`] keeps one
-//! connection, [`PeerSet`] links to many peers.
+//! Connections to peers that come and go: [`Reconnect`] keeps one connection, [`PeerSet`] links to
+//! many peers.
 
 #![forbid(unsafe_code)]
 

@@ -1,4 +1,4 @@
-//! Links to many peers, made on first use and closed when idle.
+//! Callers that wait for the same link share one future, which is dropped with the last of them.
 //!
 //! ```text
 //!  PeerSet::get ─ table.rs: enters the peer's slot ─▶ permits ─▶ attempt ─▶ Peer (guard)
@@ -6,8 +6,6 @@
 //!   closer: one task ───────┴── idle timeout, clean closes ◀── idle slots ◀───┘
 //!                               probes after events of the device
 //! ```
-//!
-//! Callers that wait for the same link share one future, which is dropped with the last of them.
 
 mod link;
 mod settings;
@@ -46,11 +44,11 @@ use table::{State, Table};
 /// Links to peers by key, each made when it is first used: [`Connection`]s, or with
 /// [`over_dc`](Self::over_dc), peers of a [`DcPool`].
 ///
-/// [`get`](Self::get) returns a guard of the peer's link. The set never closes the link of a *busy*
-/// peer, which has a guard. It closes an *idle* one after
-/// [`idle_timeout`](PeerSetConfig::idle_timeout), or, least recently used first, for a new peer
-/// beyond [`max_peers`](PeerSetConfig::max_peers). A link that has ended is replaced at the next
-/// `get`.
+/// [`get`](Self::get) returns a guard of the peer's link. While a guard exists, the peer is *busy*,
+/// and the set does not close its link. It closes the link of an *idle* peer after
+/// [`idle_timeout`](PeerSetConfig::idle_timeout), or to make place for a new peer beyond
+/// [`max_peers`](PeerSetConfig::max_peers), least recently used first. A link that has ended is
+/// replaced at the next `get`.
 ///
 /// ```
 /// use std::collections::HashMap;
@@ -83,8 +81,7 @@ use table::{State, Table};
 /// ```
 ///
 /// Take one guard for each request, the unit of [`max_in_flight`](PeerSetConfig::max_in_flight). A
-/// task that holds guards while it waits for another may wait for itself, until
-/// [`wait`](PeerSetConfig::wait) is over.
+/// task that holds guards while it waits for another one may wait for itself.
 ///
 /// Dropping the set [aborts](PeerLink::abort) all links. Without a current Tokio runtime with a
 /// timer, creating one fails with [`NoRuntime`].
@@ -95,8 +92,8 @@ pub struct PeerSet<K: Hash + Eq + Clone, L: PeerLink = Connection> {
 
 /// A guard of a peer's link; see [`PeerSet::get`].
 ///
-/// Guards of the same peer share the link. A message of a [`Connection`] goes to any one guard that
-/// receives, so requests and answers need one dispatcher per connection, or
+/// Guards of the same peer share the link. A message of a [`Connection`] goes to any guard that
+/// receives, so answers need a dispatcher per connection, or
 /// [`max_in_flight_per_peer`](PeerSetConfig::max_in_flight_per_peer) of 1.
 pub struct Peer<K: Hash + Eq + Clone, L: PeerLink = Connection> {
     link: Arc<L>,
@@ -106,8 +103,7 @@ pub struct Peer<K: Hash + Eq + Clone, L: PeerLink = Connection> {
 }
 
 impl<K: Hash + Eq + Clone, L: PeerLink> Peer<K, L> {
-    /// Returns the number of this link; later links of the set have higher numbers. Grants that
-    /// came over a [`Connection`] belong to one generation.
+    /// Returns the number of this link; later links of the set have higher numbers.
     #[must_use]
     pub fn generation(&self) -> u64 {
         self.generation
@@ -133,12 +129,11 @@ impl<K: Hash + Eq + Clone, L: PeerLink + fmt::Debug> fmt::Debug for Peer<K, L> {
 
 impl<K: Hash + Eq + Clone + Send + Sync + 'static> PeerSet<K> {
     /// Creates an empty set whose peers are [`Listener`](crate::Listener)s at the addresses that
-    /// `resolve` returns for each attempt. An existing connection is kept until it ends or is
-    /// [disconnected](Self::disconnect).
+    /// `resolve` returns for each attempt.
     ///
     /// After an event that leaves a port of the device active, each connection asks its peer for a
-    /// frame, unless [`keepalive`](ConnectionConfig::keepalive) is off. So it ends soon if an
-    /// outage has cost it its peer or address.
+    /// frame, unless [`keepalive`](ConnectionConfig::keepalive) is off. So it ends soon if it has
+    /// lost its peer or address during an outage.
     ///
     /// # Errors
     ///
@@ -186,46 +181,11 @@ impl<K: Hash + Eq + Clone + Send + Sync + 'static> PeerSet<K> {
 
 impl<K: Hash + Eq + Clone + Send + Sync + 'static> PeerSet<K, DcPoolPeer> {
     /// Creates an empty set of peers of `pool`, whose targets have the addresses that `resolve`
-    /// returns: at the first use of a peer, after it was closed, and after it [has
-    /// failed](DcPoolPeer::has_failed), because its target may have moved.
+    /// returns for each attempt. A peer that [has failed](DcPoolPeer::has_failed) is resolved
+    /// again, because its target may have moved. `docs/reconnect.md` has an example.
     ///
     /// A peer costs an address handle and some hundred bytes. Operations to a peer keep their order
     /// within a [generation](Peer::generation).
-    ///
-    /// ```
-    /// # use tokio_rdma::dc::DcTarget;
-    /// # use tokio_rdma::{Access, CompletionMode, CompletionQueue, Device};
-    /// # use tokio_rdma::{ExposedRegion, Pool, SharedReceiveQueue};
-    /// # use std::collections::HashMap;
-    /// use tokio_rdma::dc::DcPool;
-    /// use tokio_rdma::peers::{PeerSet, PeerSetConfig};
-    ///
-    /// # #[tokio::main(flavor = "current_thread")]
-    /// # async fn main() -> Result<(), Box<dyn std::error::Error>> {
-    /// # let device = Device::software()?;
-    /// # let pd = device.protection_domain()?;
-    /// # let queue = CompletionQueue::new(&device, CompletionMode::Event)?;
-    /// # let receives = SharedReceiveQueue::new(&pd, &queue, 16, 1)?;
-    /// # let target = DcTarget::new(&pd, &receives)?;
-    /// # let memory = Pool::new(&pd, 64, 4)?;
-    /// # let region = ExposedRegion::new(&pd, vec![0; 64], Access::REMOTE_WRITE)?;
-    /// # let remote = region.grant();
-    /// let directory = HashMap::from([("storage-1", target.address())]);
-    /// let pool = DcPool::builder(&pd, &queue).initiators(4).build()?;
-    /// let settings = PeerSetConfig::default().max_peers(10_000);
-    /// let peers = PeerSet::over_dc(&pool, settings, move |name: &&str| {
-    ///     let found = directory.get(name).copied();
-    ///     async move { found.ok_or_else(|| std::io::Error::other("unknown peer")) }
-    /// })?;
-    ///
-    /// let peer = peers.get(&"storage-1").await?;
-    /// peer.write(memory.copy_from(b"hello")?, remote.slice(..5)?).await?;
-    /// # let mut bytes = [0; 5];
-    /// # region.read(0, &mut bytes)?;
-    /// # assert_eq!(&bytes, b"hello");
-    /// # Ok(())
-    /// # }
-    /// ```
     ///
     /// # Errors
     ///
@@ -287,14 +247,14 @@ impl<K: Hash + Eq + Clone + Send + Sync + 'static, L: PeerLink> PeerSet<K, L> {
         Ok(Self { inner, closer })
     }
 
-    /// Returns a guard of the peer's link. Makes a link if there is no live one; callers that wait
+    /// Returns a guard of the peer's link, which is made if there is no live one. Callers that wait
     /// for the same peer share one attempt and its error.
     ///
     /// # Errors
     ///
     /// - [`PeerError::Busy`] if a limit is reached for longer than [`PeerSetConfig::wait`].
-    /// - [`PeerError::Connect`] and [`PeerError::ConnectTimedOut`]. The next call makes another
-    ///   attempt.
+    /// - [`PeerError::Connect`] and [`PeerError::ConnectTimedOut`] if the attempt fails. The next
+    ///   call makes another one.
     ///
     /// # Cancel safety
     ///
@@ -313,8 +273,8 @@ impl<K: Hash + Eq + Clone + Send + Sync + 'static, L: PeerLink> PeerSet<K, L> {
         Ok(Peer { link, generation, _permits: permits, _entered: entered })
     }
 
-    /// Detaches the link of a peer, so that the next [`get`](Self::get) makes another one. Closes
-    /// an idle link; guards keep a busy one. Returns true if there was one.
+    /// Detaches the link of a peer, if there is one, so that the next [`get`](Self::get) makes
+    /// another. An idle link is closed; guards keep a busy one. Returns true if there was a link.
     pub fn disconnect(&self, key: &K) -> bool {
         let (detached, wake) = {
             let mut table = self.inner.table.lock();
@@ -369,7 +329,7 @@ type Connector<K, L> = dyn Fn(&K) -> BoxFuture<'static, Result<L, EstablishError
 struct Inner<K, L> {
     table: Mutex<Table<K, L>>,
     permits: Arc<Semaphore>,
-    /// The FIFO of callers with a new peer. Its holder waits for `place`.
+    /// The FIFO of callers with a new peer; the first one waits for `place`.
     gate: tokio::sync::Mutex<()>,
     /// Notified when a peer becomes idle or is removed.
     place: Notify,
@@ -499,7 +459,7 @@ impl<K: Hash + Eq + Clone, L: PeerLink> Drop for Entered<K, L> {
             let mut table = self.inner.table.lock();
             (table.leave(&self.key), table.needs_closer())
         };
-        // Its destructor runs without the lock.
+        // The destructor of the link runs without the lock.
         drop(ended);
         self.inner.wake(wake);
     }
@@ -516,7 +476,7 @@ impl<L> Probes<L> {
     async fn due(&mut self) {
         loop {
             self.changes.wait_by_readers().await;
-            // While all are down, a probe would end connections that survive a short outage.
+            // While all ports are down, a probe would end connections that survive a short outage.
             if !all_ports_are_down(&self.device) {
                 return;
             }
@@ -524,7 +484,6 @@ impl<L> Probes<L> {
     }
 }
 
-/// Closes links that have expired or were evicted. Probes all links after changes of the ports.
 async fn close_idle<K: Hash + Eq + Clone, L: PeerLink>(
     inner: Arc<Inner<K, L>>,
     mut probes: Option<Probes<L>>,
@@ -533,7 +492,8 @@ async fn close_idle<K: Hash + Eq + Clone, L: PeerLink>(
     loop {
         let (ended, next) = inner.table.lock().expire(Instant::now());
         for link in ended {
-            // A peer that does not finish holds its connection for `close_timeout`.
+            // Limited, because a peer that does not finish holds its connection for
+            // `close_timeout`.
             if closing.len() < inner.settings.max_peers {
                 closing.push(async move { link.close().await });
             }

@@ -1,5 +1,3 @@
-//! Connections that are replaced when they end.
-//!
 //! Delays and the deadline follow Tokio's clock, which tests can pause. The timeout of an attempt
 //! follows `clock`, because devices and peers do not pause.
 
@@ -41,11 +39,10 @@ use crate::verbs::Device;
 /// A connection to an address that is replaced whenever it ends, until this handle is closed or
 /// dropped.
 ///
-/// A *generation* is the life of one connection, numbered from 1. Nothing is carried over to the
-/// next: requests in flight end with an error whose [`outcome`](MessageError::outcome) tells
-/// whether the peer may have executed them, and grants of the peer are refused, because they belong
-/// to the protection domain of the old connection, unless both use the same
-/// [`protection_domain`](ConnectionConfig::protection_domain).
+/// Each connection has a *generation*, a number from 1. Nothing is carried over to the next
+/// generation. Requests in flight end with an error whose [`outcome`](MessageError::outcome) tells
+/// whether the peer may have executed them. Grants of the peer are no longer valid, unless the
+/// configuration sets a [`protection_domain`](ConnectionConfig::protection_domain).
 ///
 /// ```
 /// use tokio_rdma::peers::{Reconnect, ReconnectPolicy};
@@ -77,8 +74,8 @@ use crate::verbs::Device;
 ///
 /// # Attempts
 ///
-/// The first attempt starts at once. After a failed attempt or the end of a connection, the next
-/// one follows after a delay of the [policy](ReconnectPolicy). Without a current Tokio runtime with
+/// The first attempt starts at once. Another one follows a failed attempt or the end of a
+/// connection, after a delay of the [policy](ReconnectPolicy). Without a current Tokio runtime with
 /// a timer, creating the handle fails with [`NoRuntime`].
 ///
 /// | Failure of an attempt | Another attempt |
@@ -92,15 +89,18 @@ use crate::verbs::Device;
 /// | rejected by the peer's service, or by another program with data | no |
 /// | device removed | by [`with_device`](Self::with_device) only |
 ///
-/// [`EstablishError::is_temporary`] decides, and [`ReconnectPolicy::retry_when`] replaces it. Any
-/// end of a connection leads to a new attempt, even if this side closed it, except
+/// [`EstablishError::is_temporary`] decides this, unless [`ReconnectPolicy::retry_when`] replaces
+/// it. Every end of a connection leads to another attempt, even if this side closed it, except
 /// [`CloseReason::Violation`], [`CloseReason::Rejected`], [`CloseReason::Refused`] for another
 /// content, and [`CloseReason::Runtime`].
+///
+/// A listener of another version, or one that is dropped, rejects requests without a reason.
+/// Attempts then continue until the [deadline](ReconnectPolicy::deadline).
 ///
 /// # Events of the device
 ///
 /// With [`new`](Self::new) and [`with_device`](Self::with_device), attempts follow the state of the
-/// device. `docs/reconnect.md` has the details.
+/// device (details in `docs/reconnect.md`):
 ///
 /// - No attempt is made while no port is active.
 /// - After an event that may have changed a port, the next attempt follows within
@@ -109,13 +109,7 @@ use crate::verbs::Device;
 ///   of [`with_device`](Self::with_device) is called until it returns a device.
 ///
 /// A port that goes down does not end the connection. When a port is active again, the connection
-/// asks its peer for a frame, unless [`keepalive`](ConnectionConfig::keepalive) is off, and ends if
-/// peer, route or local address were lost.
-///
-/// # Rejections without a reason
-///
-/// A listener of another version, or one that is dropped, rejects without a reason. The attempt is
-/// repeated until the [deadline](ReconnectPolicy::deadline).
+/// asks its peer for a frame, unless [`keepalive`](ConnectionConfig::keepalive) is off.
 pub struct Reconnect {
     shared: Arc<Publisher>,
     task: AbortHandle,
@@ -125,9 +119,9 @@ pub struct Reconnect {
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum ReconnectState {
-    /// An attempt runs.
+    /// An attempt is in progress.
     Connecting {
-        /// Number of the attempt since the last connection, from 1.
+        /// Attempts since the last connection, this one included.
         attempt: u32,
     },
     /// The connection is established.
@@ -135,8 +129,8 @@ pub enum ReconnectState {
         /// Number of the connection, from 1.
         generation: u64,
     },
-    /// Waits before the next attempt or check of the device. Published again if an event shortens
-    /// the wait.
+    /// The next attempt or check of the device follows after a delay. An event that shortens the
+    /// delay publishes this state again.
     Waiting {
         /// Length of the wait.
         delay: Duration,
@@ -192,31 +186,18 @@ impl Reconnect {
         Self::start(policy, Connector::on_device(open, false, connect(address, config)))
     }
 
-    /// Connects like [`new`](Self::new), on the device that `open` returns. It is called at first
-    /// and after a removal, until it succeeds, and may open another device.
+    /// Connects like [`new`](Self::new), on the device that `open` returns, for example `move ||
+    /// Device::open(&name)`. `open` is called for the first attempt and after a removal, until it
+    /// succeeds, and may return another device.
     ///
-    /// ```
-    /// # use tokio_rdma::peers::{Reconnect, ReconnectPolicy};
-    /// # use tokio_rdma::{ConnectionConfig, Device};
-    /// # fn example(name: String) -> Result<(), Box<dyn std::error::Error>> {
-    /// let client = Reconnect::with_device(
-    ///     move || Device::open(&name),
-    ///     "storage-1:7471",
-    ///     &ConnectionConfig::default(),
-    ///     ReconnectPolicy::default(),
-    /// )?;
-    /// # Ok(())
-    /// # }
-    /// ```
-    ///
-    /// Some devices cannot be opened again until all that was created from the removed one is
+    /// Some devices cannot be opened again until everything created from the removed one is
     /// dropped, in particular connections of earlier generations. The configuration must name no
     /// object of a device, such as a [`protection_domain`](ConnectionConfig::protection_domain).
     ///
     /// # Errors
     ///
-    /// [`NoRuntime`]. Errors of `open` are [causes](ReconnectCause::Open) of another call, until
-    /// the [deadline](ReconnectPolicy::deadline).
+    /// [`NoRuntime`]. If `open` fails, it is called again, until the
+    /// [deadline](ReconnectPolicy::deadline).
     pub fn with_device<O, A>(
         open: O,
         address: A,
@@ -280,14 +261,14 @@ impl Reconnect {
         Ok(Self { shared, task })
     }
 
-    /// Returns the generation and the connection, and waits while there is none.
+    /// Waits until there is a connection, and returns its generation and a handle of it.
     ///
-    /// A connection that has ended is not returned, but it may end at any time afterwards. Each
-    /// handle keeps the buffers of an ended connection, so do not hold it longer than needed.
+    /// The connection may end at any time. A handle keeps the buffers of an ended connection, so do
+    /// not hold it longer than needed.
     ///
     /// # Errors
     ///
-    /// [`ReconnectError`] if no further attempt is made. It is final.
+    /// [`ReconnectError`] if no further attempt is made.
     ///
     /// # Cancel safety
     ///
@@ -301,7 +282,7 @@ impl Reconnect {
                 match (&current.state, &current.live) {
                     (ReconnectState::Failed(error), _) => return Err(error.clone()),
                     (ReconnectState::Closed, _) => return Err(ReconnectError::Closed),
-                    // The task has not noticed the end of a connection with a reason.
+                    // A connection with a reason has ended, but the task has not noticed it yet.
                     (&ReconnectState::Connected { generation }, Some(connection))
                         if connection.close_reason().is_none() =>
                     {
@@ -322,13 +303,13 @@ impl Reconnect {
         self.shared.published.borrow().state.clone()
     }
 
-    /// Returns the stream of states, which starts with the current one. A slow observer misses
-    /// states, but sees the newest. The stream ends after a [final](ReconnectState::is_final) one.
+    /// Returns the stream of states, from the current one to a [final](ReconnectState::is_final)
+    /// one. A slow observer misses states, but sees the newest.
     pub fn states(&self) -> ReconnectStates {
         ReconnectStates { inner: states(self.shared.published.subscribe()).boxed() }
     }
 
-    /// Ends a wait before the next attempt, for a service that knows that the peer can be reached.
+    /// Ends the wait before the next attempt. Call it if you know that the peer can be reached.
     pub fn retry_now(&self) {
         self.shared.now.notify_waiters();
     }
@@ -341,8 +322,8 @@ impl Reconnect {
     ///
     /// # Cancel safety
     ///
-    /// From the first poll, no attempt is made. Dropping the future drops the connection, unless
-    /// the service holds it.
+    /// From the first poll, no attempt is made. Dropping the future drops this handle of the
+    /// connection.
     pub async fn close(&self) -> Result<(), MessageError> {
         let live = self.shared.end(ReconnectState::Closed);
         self.task.abort();
@@ -369,11 +350,11 @@ impl fmt::Debug for Reconnect {
     }
 }
 
-/// The stream of the states of a [`Reconnect`]; see [`Reconnect::states`].
+/// The stream that [`Reconnect::states`] returns.
 ///
 /// # Cancel safety
 ///
-/// Cancel safe, and so is a future of its next item.
+/// Dropping a future of the next item loses no state.
 #[must_use = "streams do nothing unless polled"]
 pub struct ReconnectStates {
     inner: BoxStream<'static, ReconnectState>,
@@ -428,7 +409,8 @@ impl Publisher {
             }
             open
         });
-        // The destructor of the connection that is replaced, or refused, runs without Tokio's lock.
+        // `live` is now the replaced connection, or the refused one. Its destructor runs without
+        // Tokio's lock.
         drop(live);
     }
 
@@ -446,7 +428,7 @@ impl Publisher {
     }
 }
 
-/// Publishes the end of the task, which its runtime may drop.
+/// Publishes the end of the task, even if its runtime drops it.
 struct Ends(Arc<Publisher>);
 
 impl Drop for Ends {
@@ -562,7 +544,7 @@ impl Supervisor {
             rdma_provider::debug!(%cause, ?delay, "connecting again after a delay");
         }
         let mut now = pin!(self.shared.now.notified());
-        // Before the state is visible, so that `retry_now` finds it.
+        // Enabled before the state is published, so that `retry_now` ends this wait.
         now.as_mut().enable();
         self.shared.publish(ReconnectState::Waiting { delay, cause: cause.clone() }, None);
         let start = Instant::now();
@@ -571,7 +553,8 @@ impl Supervisor {
         if let Either::Right(_) = select(changed, &mut ended).await {
             return false;
         }
-        // All handles of a device get its events at the same time.
+        // All handles of a device get its events at the same time, so a random delay spreads their
+        // attempts.
         let jitter = self.policy.delay(0, random());
         if jitter < delay.saturating_sub(start.elapsed()) {
             self.shared.publish(ReconnectState::Waiting { delay: jitter, cause }, None);
@@ -616,7 +599,6 @@ fn allows_another(reason: CloseReason) -> bool {
     }
 }
 
-/// The standard library seeds it from the system.
 fn random() -> u64 {
     use std::hash::{BuildHasher, RandomState};
     RandomState::new().hash_one(0)

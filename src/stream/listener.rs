@@ -13,10 +13,8 @@ use crate::connection::{Connection, ConnectionConfig, Listener, ListenerConfig};
 use crate::connection::{ListenerStats, ShutdownReport};
 use crate::verbs::Device;
 
-/// A listener that accepts [`RdmaStream`]s at an address, like `tokio::net::TcpListener`, and a
-/// [`Stream`] of them.
-///
-/// Limits apply to peers as in [`Listener`], so silent ones do not delay others.
+/// A listener that accepts [`RdmaStream`]s, like `tokio::net::TcpListener`, and a [`Stream`] of
+/// them. Limits apply to peers as in [`Listener`].
 ///
 /// # Cancel safety
 ///
@@ -26,12 +24,12 @@ pub struct RdmaListener {
 }
 
 impl RdmaListener {
-    /// Listens at the first usable address with the settings of
-    /// [`ConnectionConfig::for_streams`]. Port 0 selects a free port.
+    /// Listens like [`bind_with`](Self::bind_with), with the settings of
+    /// [`ConnectionConfig::for_streams`].
     ///
     /// # Errors
     ///
-    /// Those of [`bind_with`](Self::bind_with).
+    /// See [`bind_with`](Self::bind_with).
     ///
     /// # Cancel safety
     ///
@@ -48,7 +46,8 @@ impl RdmaListener {
     ///
     /// # Errors
     ///
-    /// Like [`Listener::bind_with`]; the source is an [`EstablishError`](crate::EstablishError).
+    /// Those of [`Listener::bind_with`]; the source is an
+    /// [`EstablishError`](crate::EstablishError).
     ///
     /// # Cancel safety
     ///
@@ -70,8 +69,7 @@ impl RdmaListener {
         async move { Ok(Self { inner: Listener::listen(device, address, config).await? }) }
     }
 
-    /// Returns the next stream, and its peer's address. Requests for messages, or without a
-    /// handshake, are rejected with a reason.
+    /// Returns the next stream, and its peer's address.
     ///
     /// # Errors
     ///
@@ -86,8 +84,8 @@ impl RdmaListener {
         Ok((stream, peer))
     }
 
-    /// Polls for what [`accept`](Self::accept) returns. As with `TcpListener`, only the task of the
-    /// last call is woken.
+    /// Polls for the next stream, like [`accept`](Self::accept). As with `TcpListener`, only the
+    /// task of the last call is woken.
     ///
     /// # Errors
     ///
@@ -127,13 +125,13 @@ impl RdmaListener {
     ///
     /// # Cancel safety
     ///
-    /// If the future is dropped after its first poll, streams are not aborted.
+    /// See [`Listener::shutdown`].
     pub async fn shutdown(self, limit: Duration) -> ShutdownReport {
         self.inner.shutdown(limit).await
     }
 }
 
-/// Yields what [`RdmaListener::accept`] returns, and ends when no more requests can arrive.
+/// Yields accepted streams, and ends when no more requests can arrive.
 impl Stream for RdmaListener {
     type Item = io::Result<RdmaStream>;
 

@@ -1,7 +1,7 @@
-//! Byte streams, shaped like `tokio::net::TcpStream` and `TcpListener`.
+//! Byte streams, shaped like `tokio::net::TcpStream` and `TcpListener`. `docs/streams.md` lists the
+//! differences.
 //!
 //! A stream is a [`connection`](crate::connection) whose frames carry bytes instead of messages.
-//! `docs/streams.md` has the differences.
 //!
 //! ```
 //! use tokio::io::{AsyncReadExt, AsyncWriteExt};
@@ -53,37 +53,34 @@ use crate::verbs::{Device, ProtectionDomain};
 /// A reliable, ordered stream of bytes between two peers, like `tokio::net::TcpStream`.
 ///
 /// It implements [`AsyncRead`], [`AsyncBufRead`] and [`AsyncWrite`], so hyper, axum, tonic and
-/// rustls run over it unchanged. [`write_bytes`](Self::write_bytes),
-/// [`write_buf`](Self::write_buf) and [`read_bytes`](Self::read_bytes) move memory without a copy.
+/// rustls run over it unchanged. [`write_bytes`](Self::write_bytes), [`write_buf`](Self::write_buf)
+/// and [`read_bytes`](Self::read_bytes) move memory without a copy.
 ///
 /// # Writing
 ///
 /// A write returns when the bytes are in registered memory of this side, as with TCP. Short writes
 /// are combined while an earlier one is in flight, unless [`set_nodelay`](Self::set_nodelay)
-/// disables that. If the peer does not read, writes fill its receives, then the [send
-/// buffers](ConnectionConfig::send_buffers) of this side, 512 KiB with
-/// [`ConnectionConfig::for_streams`], and then wait. `flush` sends what was combined, without
-/// waiting for the peer.
+/// disables that; `flush` sends them without waiting for the peer. If the peer does not read,
+/// writes fill its receives, and short ones also the [send buffers](ConnectionConfig::send_buffers)
+/// of this side, before they wait.
 ///
 /// # Closing
 ///
 /// `shutdown` ends this side's bytes: the peer reads them, then the end. The other direction stays
-/// open. `shutdown` returns before the bytes have arrived, so a program that then exits may lose
-/// some. To be sure, wait for an answer, or by [`closed`](Self::closed) for the end in both
-/// directions.
+/// open. A program that exits when `shutdown` returns may lose bytes that have not arrived. To
+/// avoid that, wait for an answer, or with [`closed`](Self::closed) for the end in both directions.
 ///
-/// Dropping the stream does the same in the background, and discards what was not read. It
-/// continues for at most [`close_timeout`](ConnectionConfig::close_timeout), which you raise if
-/// peers read slowly; once the peer's device has everything, the peer has one second to finish. A
-/// runtime that shuts down ends it. [`abort`](Self::abort) ends the stream at once, and the peer's
-/// reads fail.
+/// Dropping the stream shuts it down in the background, and discards what was not read. This takes
+/// at most [`close_timeout`](ConnectionConfig::close_timeout), which you raise if peers read
+/// slowly; once the peer's device has everything, the peer has one second to finish. A shutdown of
+/// the runtime ends it earlier.
 ///
 /// # Errors
 ///
 /// Reads return the end only if the peer has shut down its side and all bytes have arrived, or if
-/// this side's [`RdmaListener`] shuts down. All other ends are errors, whose source is a
-/// [`MessageError`] with the [`CloseReason`]. Methods with the error "None" return a `Result` as in
-/// `TcpStream`.
+/// this side's [`RdmaListener`] shuts down. Every other end is an error, whose source is a
+/// [`MessageError`] with the [`CloseReason`]. Methods with the error "None" return a `Result`
+/// because those of `TcpStream` do.
 ///
 /// | Kind | Cause |
 /// |---|---|
@@ -117,12 +114,12 @@ pub type ReadHalf<'a> = &'a mut OwnedReadHalf;
 pub type WriteHalf<'a> = &'a mut OwnedWriteHalf;
 
 impl RdmaStream {
-    /// Connects to an [`RdmaListener`] at the first address that answers, with the settings of
+    /// Connects like [`connect_with`](Self::connect_with), with the settings of
     /// [`ConnectionConfig::for_streams`].
     ///
     /// # Errors
     ///
-    /// Those of [`connect_with`](Self::connect_with).
+    /// See [`connect_with`](Self::connect_with).
     ///
     /// # Cancel safety
     ///
@@ -139,8 +136,7 @@ impl RdmaStream {
     /// # Errors
     ///
     /// Those of [`Connection::connect_with`]; the source is an
-    /// [`EstablishError`](crate::EstablishError). A listener for messages refuses the request with
-    /// [`RefusalReason::OtherContent`](crate::connection::RefusalReason::OtherContent).
+    /// [`EstablishError`](crate::EstablishError).
     ///
     /// # Cancel safety
     ///
@@ -178,7 +174,7 @@ impl RdmaStream {
     ///
     /// # Cancel safety
     ///
-    /// The first bytes may be written, as with `write_all`.
+    /// Like `write_all`.
     pub async fn write_bytes(&mut self, bytes: impl Into<Bytes>) -> io::Result<()> {
         self.write.write_bytes(bytes).await
     }
@@ -191,7 +187,7 @@ impl RdmaStream {
     ///
     /// # Cancel safety
     ///
-    /// The first bytes may be written, as with `write_all`.
+    /// Like `write_all`.
     pub async fn write_buf(&mut self, buffer: impl Into<Buf>) -> io::Result<()> {
         self.write.write_buf(buffer).await
     }
@@ -209,7 +205,7 @@ impl RdmaStream {
         self.read.read_bytes().await
     }
 
-    /// Waits until the stream is readable or writable, as `interest` names. Other states are
+    /// Waits until the stream is readable or writable, as `interest` requests. Its other states are
     /// ignored.
     ///
     /// # Errors
@@ -243,8 +239,8 @@ impl RdmaStream {
         Ok(ready.await)
     }
 
-    /// Polls for what [`readable`](Self::readable) waits for. As with `TcpStream`, of this method
-    /// and [`poll_peek`](Self::poll_peek) only the task of the last call is woken.
+    /// Polls like [`readable`](Self::readable). As with `TcpStream`, only the task that last called
+    /// this method or [`poll_peek`](Self::poll_peek) is woken.
     ///
     /// # Errors
     ///
@@ -253,8 +249,8 @@ impl RdmaStream {
         self.read.poll_read_ready(context).map(Ok)
     }
 
-    /// Polls for what [`writable`](Self::writable) waits for. As with `TcpStream`, only the task of
-    /// the last call is woken.
+    /// Polls like [`writable`](Self::writable). As with `TcpStream`, only the task of the last call
+    /// is woken.
     ///
     /// # Errors
     ///
@@ -263,7 +259,7 @@ impl RdmaStream {
         self.write.poll_write_ready(context).map(Ok)
     }
 
-    /// Waits for a read like [`OwnedReadHalf::readable`].
+    /// Waits until [`try_read`](Self::try_read) succeeds, like [`OwnedReadHalf::readable`].
     ///
     /// # Errors
     ///
@@ -276,7 +272,7 @@ impl RdmaStream {
         self.read.readable().await
     }
 
-    /// Waits for a write like [`OwnedWriteHalf::writable`].
+    /// Waits until [`try_write`](Self::try_write) succeeds, like [`OwnedWriteHalf::writable`].
     ///
     /// # Errors
     ///
@@ -319,7 +315,7 @@ impl RdmaStream {
     ///
     /// # Errors
     ///
-    /// `WouldBlock` if nothing has arrived, and those of [`RdmaStream`].
+    /// See [`OwnedReadHalf::try_read`].
     pub fn try_read(&self, buffer: &mut [u8]) -> io::Result<usize> {
         self.read.try_read(buffer)
     }
@@ -346,7 +342,7 @@ impl RdmaStream {
     ///
     /// # Errors
     ///
-    /// `WouldBlock` if no buffer is free, and those of [`RdmaStream`].
+    /// See [`OwnedWriteHalf::try_write`].
     pub fn try_write(&self, bytes: &[u8]) -> io::Result<usize> {
         self.write.try_write(bytes)
     }
@@ -360,9 +356,8 @@ impl RdmaStream {
         self.write.try_write_vectored(slices)
     }
 
-    /// Sets how long the stream continues to send after it was dropped, as `SO_LINGER` does; by
-    /// default for [`close_timeout`](ConnectionConfig::close_timeout). With zero, a drop resets the
-    /// peer instead.
+    /// Sets how long a dropped stream continues to send, like `SO_LINGER`; by default for
+    /// [`close_timeout`](ConnectionConfig::close_timeout). With zero, a drop resets the peer.
     ///
     /// # Errors
     ///
@@ -372,7 +367,7 @@ impl RdmaStream {
         Ok(())
     }
 
-    /// Sets that a drop resets the peer, like [`set_linger`](Self::set_linger) with zero.
+    /// Calls [`set_linger`](Self::set_linger) with zero.
     ///
     /// # Errors
     ///
@@ -390,7 +385,7 @@ impl RdmaStream {
         Ok(self.handle().shared.with(|state, _| state.stream.linger))
     }
 
-    /// Disables the combination of short writes, as `TCP_NODELAY` does: each write is sent at once.
+    /// Disables the combination of short writes, like `TCP_NODELAY`.
     ///
     /// # Errors
     ///
@@ -400,7 +395,7 @@ impl RdmaStream {
         Ok(())
     }
 
-    /// Returns true if short writes are not combined; default false.
+    /// Returns true if short writes are sent at once; false by default.
     ///
     /// # Errors
     ///
@@ -415,7 +410,7 @@ impl RdmaStream {
         self.handle().shared.abort(CloseReason::Aborted);
     }
 
-    /// Returns the reason why the stream has ended, if it has in both directions.
+    /// Returns the reason of the end, if the stream has ended in both directions.
     #[must_use]
     pub fn close_reason(&self) -> Option<CloseReason> {
         self.handle().close_reason()
@@ -448,15 +443,13 @@ impl RdmaStream {
         self.handle().addresses().map(|(_, peer)| peer)
     }
 
-    /// Returns the data that the peer's service has set with
-    /// [`ConnectionConfig::user_data`].
+    /// Returns the peer's [`ConnectionConfig::user_data`].
     #[must_use]
     pub fn user_data(&self) -> &Bytes {
         &self.handle().user_data
     }
 
-    /// Returns the protection domain in which memory for [`write_buf`](Self::write_buf) is
-    /// registered.
+    /// Returns the protection domain to register memory for [`write_buf`](Self::write_buf) in.
     #[must_use]
     pub fn protection_domain(&self) -> &ProtectionDomain {
         self.handle().shared.qp.protection_domain()

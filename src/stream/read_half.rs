@@ -19,8 +19,8 @@ use crate::waiters::{Caller, Ticket};
 
 /// The reading half of an [`RdmaStream`].
 ///
-/// Dropping it discards bytes that were read into its buffer and not consumed. The peer's writes
-/// then wait, unless the other half is dropped too.
+/// Dropping it discards bytes that it has buffered. The peer's writes then wait, unless the other
+/// half is dropped too.
 pub struct OwnedReadHalf {
     slot: Mutex<Slot>,
     ticket: Option<Ticket>,
@@ -30,7 +30,7 @@ pub struct OwnedReadHalf {
 #[derive(Default)]
 struct Slot {
     chunk: Option<(Chunk, usize)>,
-    /// A method with `&self` has moved the chunk out while it runs code of the program.
+    /// A method with `&self` has moved the chunk out, because it runs code of the program.
     is_taken: bool,
 }
 
@@ -79,9 +79,9 @@ impl OwnedReadHalf {
 
     /// Returns the next bytes, at least one, or `None` at the end.
     ///
-    /// More than 256 bytes are returned in the memory in which they have arrived, while the service
-    /// holds at most [`spare_buffers`](crate::ConnectionConfig::spare_buffers) of these buffers.
-    /// Others are a copy.
+    /// More than 256 bytes are returned in their receive buffer, unless the application already
+    /// holds [`spare_buffers`](crate::ConnectionConfig::spare_buffers) of these. Other bytes are
+    /// copied.
     ///
     /// # Errors
     ///
@@ -94,7 +94,7 @@ impl OwnedReadHalf {
         poll_fn(|context| self.poll_read_bytes(context)).await
     }
 
-    /// Polls for what [`read_bytes`](Self::read_bytes) returns.
+    /// Polls for the next bytes, like [`read_bytes`](Self::read_bytes).
     ///
     /// # Errors
     ///
@@ -117,8 +117,8 @@ impl OwnedReadHalf {
         })
     }
 
-    /// Waits until [`try_read`](Self::try_read) returns bytes, the end or an error. If several
-    /// tasks read, it may return `WouldBlock` nevertheless.
+    /// Waits until [`try_read`](Self::try_read) returns bytes, the end or an error. It may still
+    /// return `WouldBlock` if another task reads.
     ///
     /// # Errors
     ///
@@ -190,7 +190,7 @@ impl OwnedReadHalf {
             let polled =
                 shared.poll(context, |state, driver, caller| state.poll_read_ready(driver, caller));
             match polled {
-                // As above.
+                // As in `poll_readable`.
                 Poll::Pending if self.has_chunk() => Poll::Ready(()),
                 polled => polled,
             }
@@ -202,8 +202,8 @@ impl OwnedReadHalf {
         slot.is_taken || slot.chunk.is_some()
     }
 
-    /// Copies bytes that have arrived, of at most one frame, without waiting. Returns 0 at the end,
-    /// or for an empty buffer.
+    /// Copies arrived bytes of at most one frame, without waiting. Returns 0 at the end, or for an
+    /// empty buffer.
     ///
     /// # Errors
     ///
@@ -213,7 +213,7 @@ impl OwnedReadHalf {
         self.try_take(into.remaining(), |bytes| into.put_slice(bytes))
     }
 
-    /// Copies like [`try_read`](Self::try_read), into several buffers.
+    /// Reads like [`try_read`](Self::try_read), into several buffers.
     ///
     /// # Errors
     ///
@@ -229,7 +229,7 @@ impl OwnedReadHalf {
         })
     }
 
-    /// Copies like [`try_read`](Self::try_read), to the end of `buffer`.
+    /// Reads like [`try_read`](Self::try_read), to the end of `buffer`.
     ///
     /// # Errors
     ///
@@ -238,8 +238,7 @@ impl OwnedReadHalf {
         self.try_take(buffer.remaining_mut(), |bytes| buffer.put_slice(bytes))
     }
 
-    /// Waits for bytes and copies them, of at most one frame, without consuming them. Returns 0 at
-    /// the end, or for an empty buffer.
+    /// Waits for bytes, then copies them like [`try_read`](Self::try_read), without consuming them.
     ///
     /// # Errors
     ///
@@ -258,9 +257,8 @@ impl OwnedReadHalf {
         }
     }
 
-    /// Polls for what [`peek`](Self::peek) returns, and appends the bytes to `buffer`. As with
-    /// `TcpStream`, of this method and [`RdmaStream::poll_read_ready`] only the task of the last
-    /// call is woken.
+    /// Polls like [`peek`](Self::peek), and appends the bytes to `buffer`. As with `TcpStream`,
+    /// only the task that last called this method or [`RdmaStream::poll_read_ready`] is woken.
     ///
     /// # Errors
     ///
@@ -341,7 +339,7 @@ impl OwnedReadHalf {
         self.handle.addresses().map(|(_, peer)| peer)
     }
 
-    /// Returns the counters of the connection, like [`RdmaStream::counters`].
+    /// Returns the counters, like [`RdmaStream::counters`].
     #[must_use]
     pub fn counters(&self) -> ConnectionCounters {
         self.handle.counters()
@@ -369,8 +367,8 @@ impl OwnedReadHalf {
         }
     }
 
-    /// Waits for bytes: in `into` if whole frames fit, else in the chunk. Returns `false` at the
-    /// end.
+    /// Waits for bytes, and puts them into `into` if a whole frame fits, else into the chunk.
+    /// Returns `false` at the end.
     fn poll_bytes(
         &mut self,
         context: &mut Context<'_>,

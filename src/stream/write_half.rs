@@ -33,9 +33,9 @@ impl OwnedWriteHalf {
     /// Writes bytes.
     ///
     /// - Up to [`max_eager`](crate::ConnectionConfig::max_eager) bytes are copied once, into
-    ///   registered buffers. At least 4 KiB of a buffer of the stream's [protection
-    ///   domain](super::RdmaStream::protection_domain), such as one that this stream has received,
-    ///   are sent without a copy.
+    ///   registered buffers. But at least 4 KiB that are in a buffer of the stream's [protection
+    ///   domain](super::RdmaStream::protection_domain), such as a received one, are sent from
+    ///   there.
     /// - The memory of more bytes is registered in pieces of up to 1 MiB, which the peer's device
     ///   reads.
     ///
@@ -47,7 +47,7 @@ impl OwnedWriteHalf {
     ///
     /// # Cancel safety
     ///
-    /// The first bytes may be written, as with `write_all`.
+    /// Like `write_all`: the first bytes may be written.
     pub async fn write_bytes(&mut self, bytes: impl Into<Bytes>) -> io::Result<()> {
         let mut bytes = bytes.into();
         while !bytes.is_empty() {
@@ -62,10 +62,10 @@ impl OwnedWriteHalf {
         Ok(())
     }
 
-    /// Writes a registered buffer from its memory if that belongs to the stream's
-    /// [protection domain](super::RdmaStream::protection_domain); otherwise this is
-    /// [`write_bytes`](Self::write_bytes). The buffer returns to its pool when the peer's device
-    /// has the bytes, and the last view is dropped.
+    /// Writes a registered buffer without a copy if it belongs to the stream's [protection
+    /// domain](super::RdmaStream::protection_domain), else like [`write_bytes`](Self::write_bytes).
+    /// The buffer returns to its pool when the peer's device has the bytes and the last view is
+    /// dropped.
     ///
     /// # Errors
     ///
@@ -73,7 +73,7 @@ impl OwnedWriteHalf {
     ///
     /// # Cancel safety
     ///
-    /// The first bytes may be written, as with `write_all`.
+    /// Like `write_all`: the first bytes may be written.
     pub async fn write_buf(&mut self, buffer: impl Into<Buf>) -> io::Result<()> {
         let mut buffer = buffer.into();
         while !buffer.is_empty() {
@@ -91,8 +91,8 @@ impl OwnedWriteHalf {
     }
 
     /// Waits until [`try_write`](Self::try_write) returns a number of bytes or an error. It may
-    /// return `WouldBlock` nevertheless if several tasks write, or if no more buffers can be
-    /// registered, for example within the [budget](crate::ConnectionConfig::budget).
+    /// still return `WouldBlock` if another task writes, or if no buffer can be registered, for
+    /// example within the [budget](crate::ConnectionConfig::budget).
     ///
     /// # Errors
     ///
@@ -154,7 +154,7 @@ impl OwnedWriteHalf {
         })
     }
 
-    /// Writes as many bytes as buffers are free for, without waiting. Returns their number.
+    /// Writes as many bytes as free buffers hold, without waiting. Returns their number.
     ///
     /// # Errors
     ///
@@ -191,8 +191,7 @@ impl OwnedWriteHalf {
         self.handle.addresses().map(|(_, peer)| peer)
     }
 
-    /// Returns the counters of the connection, like
-    /// [`RdmaStream::counters`](super::RdmaStream::counters).
+    /// Returns the counters, like [`RdmaStream::counters`](super::RdmaStream::counters).
     #[must_use]
     pub fn counters(&self) -> ConnectionCounters {
         self.handle.counters()
@@ -244,8 +243,8 @@ impl AsyncWrite for OwnedWriteHalf {
         true
     }
 
-    /// Sends bytes that wait to be combined with later ones. Like `TcpStream`'s, it does not wait
-    /// for a peer that does not read: the rest is sent as the peer reads.
+    /// Sends bytes that wait to be combined with later ones. It does not wait for the peer: without
+    /// credits, they are sent as the peer reads.
     fn poll_flush(self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<io::Result<()>> {
         within_budget(context, |_| {
             self.handle.shared.with(|state, driver| state.push(driver));
@@ -253,8 +252,8 @@ impl AsyncWrite for OwnedWriteHalf {
         })
     }
 
-    /// Ends this direction after the bytes written. Does not wait for the peer. Succeeds on a
-    /// stream that has ended, as `TcpStream` does; reads and writes report the reason.
+    /// Ends this direction after the bytes written, without waiting for the peer. Like `TcpStream`,
+    /// it succeeds on a stream that has ended, because reads and writes report the reason.
     fn poll_shutdown(self: Pin<&mut Self>, _: &mut Context<'_>) -> Poll<io::Result<()>> {
         Poll::Ready(match self.handle.shared.with(|state, driver| state.finish(driver)) {
             Ok(()) | Err(MessageError::Closed(_)) => Ok(()),

@@ -25,7 +25,7 @@ impl AddressHandle {
         Ok(Self { inner: Arc::new(Inner { raw, address: *address, pd: pd.clone() }) })
     }
 
-    /// Returns the address of the route.
+    /// Returns the address.
     #[must_use]
     pub fn address(&self) -> &AddressVector {
         &self.inner.address
@@ -37,13 +37,13 @@ impl AddressHandle {
         &self.inner.pd
     }
 
-    /// Returns queue pair `qpn` along this route, for a datagram.
+    /// Returns queue pair `qpn` at this address, to send datagrams to.
     #[must_use]
     pub fn target(&self, qpn: Qpn, qkey: Qkey) -> UdTarget<'_> {
         UdTarget { address: &self.inner.address, handle: self.inner.raw.handle(), qpn, qkey }
     }
 
-    /// Returns DC target `number` along this route.
+    /// Returns DC target `number` at this address.
     #[must_use]
     pub fn dct(&self, number: Qpn, key: DcKey) -> DctTarget<'_> {
         let (address, handle) = (&self.inner.address, self.inner.raw.handle());

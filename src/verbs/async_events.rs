@@ -1,8 +1,8 @@
-//! Asynchronous events: read in one place, for users and for the crate itself.
+//! Asynchronous events, read for the user and for the crate itself.
 //!
-//! Every reader (a user's stream, an idle poll, a teardown) moves all pending events into one
-//! backlog and applies them to the device's queues. So a fatal event takes effect even if no user
-//! reads events, and the user still gets every event.
+//! Every reader (the user's stream, an idle poll, a teardown) applies all pending events to the
+//! device's queues and moves them to a backlog for the user. So a fatal event takes effect even if
+//! the user reads no events.
 
 #![forbid(unsafe_code)]
 
@@ -20,7 +20,6 @@ use rdma_provider::locks::Mutex;
 use crate::error::VerbError;
 use crate::types::{AsyncEvent, Qpn};
 
-/// The capacity of the backlog, which drops the oldest events.
 const BACKLOG: usize = 4096;
 
 #[derive(Default)]
@@ -72,7 +71,6 @@ impl Fault {
         }
     }
 
-    /// Calls `listener` once, on a separate thread, when an event reports the queue as dead.
     pub(super) fn listen(&self, listener: Box<Listener>) -> Result<(), VerbError> {
         reserve()?;
         // A second listener would be equal: each `Cq` belongs to one `CompletionQueue`.
@@ -88,7 +86,8 @@ impl Fault {
 }
 
 impl Events {
-    /// Reads all pending events, calls the listeners on this thread, and returns the oldest event.
+    /// Reads all pending events, calls their listeners on this thread, and returns the oldest
+    /// event.
     pub(super) fn next(
         &self,
         next: impl FnMut() -> Result<Option<AsyncEvent>, VerbError>,
@@ -103,8 +102,8 @@ impl Events {
         }
     }
 
-    /// Reads all pending events. Calls no listener on this thread, which may be draining a queue or
-    /// changing a state.
+    /// Reads all pending events. Their listeners run on another thread, because this one may be
+    /// draining a queue or changing the state of a queue pair.
     pub(super) fn take(&self, next: impl FnMut() -> Result<Option<AsyncEvent>, VerbError>) {
         self.read(next).notify();
     }
@@ -120,7 +119,8 @@ impl Events {
             match next() {
                 Ok(Some(event)) => {
                     any = true;
-                    // Under the lock: no object may get the number before the event is applied.
+                    // Under the lock, so that no new queue with the same number is registered
+                    // before the event is applied.
                     state.apply(event, &mut dead);
                     state.enqueue(event);
                 }
@@ -166,24 +166,21 @@ impl Events {
         self.state.lock().queues.insert(fault.id, fault.clone());
     }
 
-    /// Ends [`watch`](Self::watch), before the queue is destroyed and another queue may get its
-    /// number.
+    /// Must precede the destruction of the queue, because another queue may then get its number.
     pub(super) fn unwatch(&self, fault: &Fault) {
         let removed = self.state.lock().queues.remove(&fault.id);
-        // Dropped without the lock: its listener may hold anything.
+        // Dropped without the lock, because its listener is user code.
         drop(removed);
     }
 
-    /// Returns a flag that becomes true when queue pair `qpn`, in the error state, uses no more
-    /// shared receives.
+    /// Returns a flag that is set when the device reports `LAST_WQE_REACHED` for queue pair `qpn`.
     pub(super) fn watch_last_receive(&self, qpn: Qpn) -> Arc<AtomicBool> {
         let reached = Arc::new(AtomicBool::new(false));
         self.state.lock().last_receives.insert(qpn, reached.clone());
         reached
     }
 
-    /// Removes the flag of a destroyed queue pair, but not the flag of a new one with the same
-    /// number.
+    /// Removes the flag, unless a new queue pair with the same number has replaced it.
     pub(super) fn unwatch_last_receive(&self, qpn: Qpn, reached: &Arc<AtomicBool>) {
         let last_receives = &mut self.state.lock().last_receives;
         if last_receives.get(&qpn).is_some_and(|known| Arc::ptr_eq(known, reached)) {
@@ -249,8 +246,8 @@ struct Notifications {
 }
 
 impl Notifications {
-    /// Calls the listeners on a new thread: they run user code, which must hold no lock. Events are
-    /// rare.
+    /// Calls the listeners on a new thread, because they run user code and this thread may hold
+    /// locks. Events are rare enough for that.
     fn notify(self) {
         self.notify_on(|run| {
             thread::Builder::new().name("rdma-events".to_owned()).spawn(run).map(drop)
@@ -283,8 +280,9 @@ impl Notifications {
     }
 }
 
-/// Returns the thread that calls listeners if no other can be started, so that waiting tasks always
-/// learn of a lost device. It serves all devices and starts with the first listener.
+/// Returns the reserve thread, which calls listeners if no other thread can be started, so that
+/// waiting tasks always learn of a lost device. It serves all devices and starts with the first
+/// listener.
 fn reserve() -> Result<Sender<Arc<Notifications>>, VerbError> {
     static RESERVE: Mutex<Option<Sender<Arc<Notifications>>>> = Mutex::new(None);
     let mut reserve = RESERVE.lock();

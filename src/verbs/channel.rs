@@ -8,22 +8,8 @@ use crate::dispatch;
 use crate::error::VerbError;
 use rdma_provider::contract::{Channel as _, Context as _};
 
-/// A completion channel, `ibv_create_comp_channel(3)`. Clones refer to the same channel.
-///
-/// ```
-/// use tokio_rdma::verbs::{Channel, Cq};
-/// # use tokio_rdma::Device;
-///
-/// # fn main() -> Result<(), Box<dyn std::error::Error>> {
-/// # let device = Device::open_default_or_software()?;
-/// let channel = Channel::new(&device)?;
-/// let cq = Cq::new(&device, 16, Some(&channel), 7)?;
-/// // Wait until the descriptor of the channel is readable, then take the event.
-/// cq.arm(false)?;
-/// assert_eq!(channel.next_event()?, None);
-/// # Ok(())
-/// # }
-/// ```
+/// A completion channel, `ibv_create_comp_channel(3)`. Its descriptor is readable when an event can
+/// be taken; [`Cq`](super::Cq) has an example. Clones refer to the same channel.
 #[derive(Clone)]
 pub struct Channel {
     inner: Arc<Inner>,
@@ -35,17 +21,17 @@ struct Inner {
 }
 
 impl Channel {
-    /// Creates a channel of `device` with a non-blocking descriptor.
+    /// Creates a channel with a non-blocking descriptor.
     ///
     /// # Errors
     ///
-    /// [`VerbError`] of the provider, for example if no file descriptor is left.
+    /// [`VerbError`], for example if no file descriptor is left.
     pub fn new(device: &Device) -> Result<Self, VerbError> {
         let raw = device.context().create_channel()?;
         Ok(Self { inner: Arc::new(Inner { raw, device: device.clone() }) })
     }
 
-    /// Returns the cookie of the next completion queue with an event, if any,
+    /// Takes the next event, if any, and returns the cookie of its completion queue,
     /// `ibv_get_cq_event(3)`.
     ///
     /// Acknowledge each event with [`Cq::acknowledge`](super::Cq::acknowledge); dropping the `Cq`
@@ -53,20 +39,20 @@ impl Channel {
     ///
     /// # Errors
     ///
-    /// [`VerbError`] of the provider.
+    /// [`VerbError`].
     pub fn next_event(&self) -> Result<Option<u64>, VerbError> {
         self.inner.raw.next_event()
     }
 
-    /// Suppresses the readiness of the descriptor while the caller checks for events. Dropping the
-    /// result signals remaining events.
+    /// Keeps the descriptor unreadable until the result is dropped; remaining events then make it
+    /// readable.
     pub(crate) fn hold(&self) -> Held<'_> {
         self.inner.raw.hold();
         Held(self)
     }
 
-    /// Wakes `waker` at each event, in place of the descriptor. Returns the key to remove it with,
-    /// or `None` if the provider only has descriptors.
+    /// Wakes `waker` at each event, instead of the descriptor. Returns the key to remove it, or
+    /// `None` if the provider has only descriptors.
     pub(crate) fn add_waker(&self, waker: &Waker) -> Option<u64> {
         self.inner.raw.add_waker(waker)
     }

@@ -15,14 +15,18 @@ use rdma_provider::contract::{Context as _, Cq as _};
 ///
 /// ```
 /// use tokio_rdma::types::WorkCompletion;
-/// use tokio_rdma::verbs::Cq;
+/// use tokio_rdma::verbs::{Channel, Cq};
 /// # use tokio_rdma::Device;
 ///
 /// # fn main() -> Result<(), Box<dyn std::error::Error>> {
 /// # let device = Device::open_default_or_software()?;
-/// let cq = Cq::new(&device, 16, None, 0)?;
+/// let channel = Channel::new(&device)?;
+/// let cq = Cq::new(&device, 16, Some(&channel), 7)?;
+/// cq.arm(false)?;
 /// let mut completions = [WorkCompletion::default(); 4];
 /// assert_eq!(cq.poll(&mut completions)?, 0);
+/// // Wait until the descriptor of the channel is readable, then take the event.
+/// assert_eq!(channel.next_event()?, None);
 /// # Ok(())
 /// # }
 /// ```
@@ -45,8 +49,8 @@ impl Drop for Inner {
     }
 }
 
-/// Empty polls between two checks for asynchronous events, the only notice of a removed device:
-/// about 1 ms of continuous polling.
+/// Empty polls, about 1 ms of continuous polling, between two checks for asynchronous events. A
+/// poller learns of a removed device only by these.
 const POLLS_BEFORE_EVENTS: u32 = 1 << 14;
 
 impl Cq {
@@ -56,7 +60,7 @@ impl Cq {
     /// # Errors
     ///
     /// - [`SetupError::TooSmall`] if `capacity` is 0;
-    /// - [`SetupError::Limit`] above a limit of the device;
+    /// - [`SetupError::Limit`] for more completions or a higher vector than the device supports;
     /// - [`SetupError::Foreign`] for a channel of another device.
     pub fn new(
         device: &Device,
@@ -71,7 +75,7 @@ impl Cq {
     ///
     /// # Errors
     ///
-    /// Those of [`new`](Self::new), and [`SetupError::Limit`] for a vector that the device lacks.
+    /// See [`new`](Self::new).
     pub fn on_vector(
         device: &Device,
         capacity: u32,
@@ -102,13 +106,13 @@ impl Cq {
         Ok(Self { inner: Arc::new(Inner { raw, channel, device, fault, empty }) })
     }
 
-    /// Returns the number that asynchronous events use for the queue.
+    /// Returns the number by which asynchronous events name the queue.
     #[must_use]
     pub fn id(&self) -> u64 {
         self.inner.raw.id()
     }
 
-    /// Returns the number of completions that the queue holds.
+    /// Returns the maximum number of completions in the queue.
     #[must_use]
     pub fn capacity(&self) -> u32 {
         self.inner.raw.capacity()
@@ -118,8 +122,7 @@ impl Cq {
     ///
     /// # Errors
     ///
-    /// [`VerbError`] from every call after an overrun, and from calls on an empty queue of a lost
-    /// device.
+    /// [`VerbError`] after an overrun. On a lost device, only polls of an empty queue fail.
     #[inline]
     pub fn poll(&self, out: &mut [WorkCompletion]) -> Result<usize, VerbError> {
         match self.poll_device(out) {
@@ -128,7 +131,8 @@ impl Cq {
         }
     }
 
-    /// Polls the device only; on 0, call [`after_empty_poll`](Self::after_empty_poll).
+    /// Polls the device only. If it returns 0, the caller calls
+    /// [`after_empty_poll`](Self::after_empty_poll).
     #[inline]
     pub(crate) fn poll_device(&self, out: &mut [WorkCompletion]) -> Result<usize, VerbError> {
         self.inner.raw.poll(out)
@@ -153,33 +157,32 @@ impl Cq {
         }
     }
 
-    /// Returns whether a poll would find nothing, if the device can tell without interfering with
-    /// other pollers.
+    /// Returns whether the queue is empty, if the device can tell without disturbing other pollers.
     #[inline]
     pub(crate) fn is_empty(&self) -> Option<bool> {
         self.inner.raw.is_empty()
     }
 
-    /// Calls `listener` when an asynchronous event reports the queue as dead. Fails with EAGAIN if
-    /// no thread can be started.
+    /// Calls `listener` once, on another thread, when the queue dies. Fails with EAGAIN if no
+    /// thread can be started.
     pub(crate) fn on_fault(&self, listener: Box<Listener>) -> Result<(), VerbError> {
         self.inner.fault.listen(listener)
     }
 
     /// Requests one event at the next completion, or, if `solicited_only`, at the next solicited or
-    /// failed one, `ibv_req_notify_cq(3)`. Completions already in the queue raise none: poll again
-    /// after arming.
+    /// failed one, `ibv_req_notify_cq(3)`. Completions already in the queue raise no event, so poll
+    /// again after arming.
     ///
     /// # Errors
     ///
-    /// [`VerbError`] of the provider.
+    /// [`VerbError`].
     pub fn arm(&self, solicited_only: bool) -> Result<(), VerbError> {
         self.inner.raw.arm(solicited_only)
     }
 
-    /// Moderates events, `ibv_modify_cq(3)`: one is raised once `completions` have arrived or
-    /// `period` (rounded up to microseconds, at most 65,535) has passed since the first. 0 and 0
-    /// disable moderation.
+    /// Moderates events, `ibv_modify_cq(3)`: an event waits until `completions` have arrived, or
+    /// until `period` has passed since the first. The period is rounded up to microseconds, at most
+    /// 65,535. Zero for both disables moderation.
     ///
     /// # Errors
     ///
@@ -207,7 +210,7 @@ impl Cq {
         self.inner.raw.is_software()
     }
 
-    /// Returns the channel of its events.
+    /// Returns its channel.
     #[must_use]
     pub fn channel(&self) -> Option<&Channel> {
         self.inner.channel.as_ref()

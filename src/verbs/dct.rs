@@ -10,10 +10,10 @@ use crate::error::{NO_DC, SetupError, VerbError};
 use crate::types::{DcKey, QpAttr, QpState, Qpn, TransitionError, check_dct_transition};
 use rdma_provider::contract::{Dct as _, DctInit, Pd as _};
 
-/// A DC target, a DCT of `mlx5dv_create_qp(3)`. Initiators that know its number and key access its
-/// protection domain's memory and its shared receives.
+/// A DC target, a DCT of `mlx5dv_create_qp(3)`. Initiators that know its number and key access the
+/// memory of its protection domain, and consume its shared receives.
 ///
-/// Dropping the target destroys it: initiators lose access, and unpolled completions may be lost.
+/// Dropping the target destroys it, and may lose unpolled completions.
 ///
 /// ```
 /// use tokio_rdma::types::{DcKey, SrqCaps};
@@ -33,7 +33,7 @@ use rdma_provider::contract::{Dct as _, DctInit, Pd as _};
 /// ```
 pub struct Dct {
     raw: dispatch::Dct,
-    /// Serialises transitions, so that no other changes the state between check and change.
+    /// Held between the query of the state and its change.
     transition: Mutex<()>,
     recv_cq: Cq,
     srq: Srq,
@@ -96,8 +96,8 @@ impl Dct {
         &self.srq
     }
 
-    /// Changes attributes and state, `ibv_modify_qp(3)`, see
-    /// [`dct_transition`](crate::types::dct_transition). A refused change has no effect.
+    /// Changes attributes and state as [`dct_transition`](crate::types::dct_transition) permits,
+    /// `ibv_modify_qp(3)`. A refused change has no effect.
     ///
     /// # Errors
     ///
@@ -119,7 +119,7 @@ impl Dct {
     ///
     /// # Errors
     ///
-    /// [`VerbError`] of the provider.
+    /// [`VerbError`].
     pub fn query(&self) -> Result<(QpState, QpAttr), VerbError> {
         self.raw.query()
     }
@@ -138,8 +138,8 @@ impl Dct {
     ///
     /// # Errors
     ///
-    /// [`VerbError`] if the device refuses. Messages may still arrive; the target and all it uses
-    /// are leaked.
+    /// [`VerbError`] if the device refuses. The target and everything that it uses are then leaked,
+    /// and messages may still arrive.
     pub fn destroy(mut self) -> Result<(), VerbError> {
         let result = self.raw.destroy();
         if let Err(error) = &result {

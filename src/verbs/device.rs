@@ -51,7 +51,8 @@ struct Inner {
     context: Context,
     vectors: AtomicU32,
     events: Events,
-    /// Attributes of ports, valid while [`Events::port_changes`] returns the number beside them.
+    /// The attributes of ports, each valid while [`Events::port_changes`] returns the number beside
+    /// it.
     ports: Mutex<Vec<(u64, Arc<PortAttr>)>>,
     watched: AtomicBool,
     _opened: Opened,
@@ -62,9 +63,8 @@ impl Device {
     pub const SOFTWARE: &'static str = "soft0";
 
     /// Opens the software device of this process, which needs no hardware, kernel module or root
-    /// rights. It reaches only devices of this process;
-    /// [`open_default_at`](Self::open_default_at) and [`open_default_to`](Self::open_default_to)
-    /// open a device that reaches other processes.
+    /// rights. It reaches only devices of this process; for others, see
+    /// [`open_default_at`](Self::open_default_at).
     ///
     /// # Errors
     ///
@@ -73,40 +73,37 @@ impl Device {
         Self::software_in(soft::Network::global(), Self::SOFTWARE)
     }
 
-    /// Opens the software device `name` of `network`, created on first use. A network over UDP has
-    /// only the configured devices.
-    ///
-    /// Only devices of one network reach each other.
+    /// Opens the software device `name` of `network`, which reaches the devices of that network. It
+    /// is created on first use, except in a network over UDP, which has only the configured
+    /// devices.
     ///
     /// # Errors
     ///
-    /// See [`software`](Self::software); [`OpenError::NotFound`] if a network over UDP has no such
-    /// device.
+    /// Those of [`software`](Self::software), and [`OpenError::NotFound`] if a network over UDP has
+    /// no such device.
     pub fn software_in(network: &soft::Network, name: &str) -> Result<Self, OpenError> {
         let context = network.open(name)?;
         Ok(Self::new(Context::Soft(context)))
     }
 
-    /// Returns the names that [`open`](Self::open) accepts: libibverbs devices (feature `ibverbs`)
-    /// and the software device.
+    /// Returns the names that [`open`](Self::open) accepts.
     #[must_use]
     pub fn list() -> Vec<String> {
         real_devices().unwrap_or_default().into_iter().chain([Self::SOFTWARE.to_owned()]).collect()
     }
 
-    /// Opens a device by name.
+    /// Opens the device with this name.
     ///
-    /// With feature `mlx5`, ConnectX adapters are posted to and polled directly. Other devices, and
-    /// adapters that lack something (a log line says what), are posted to by `ibv_wr_*`, or by
-    /// `ibv_post_send(3)` if the driver has no correct `ibv_wr_*`, as for SoftRoCE.
-    /// [`DeviceAttr::data_path`](crate::types::DeviceAttr::data_path) says which.
+    /// With feature `mlx5`, the crate posts to ConnectX adapters and polls them directly. For other
+    /// devices, and for adapters that lack something, which is logged, it uses `ibv_wr_*`, or
+    /// `ibv_post_send(3)` if the driver has no correct `ibv_wr_*`.
+    /// [`DeviceAttr::data_path`](crate::types::DeviceAttr::data_path) names the choice. Two
+    /// environment variables change it; invalid values fail with EINVAL:
     ///
-    /// Two environment variables override this; other values fail with EINVAL:
-    ///
-    /// - `TOKIO_RDMA_POST`: `direct`, `extended` or `chain`. `direct` fails where it is impossible,
-    ///   with an error that names what is missing.
-    /// - `TOKIO_RDMA_CQE_COMPRESSION`: `1` lets an adapter that is posted to directly compress
-    ///   completion queue entries; default: `0`.
+    /// - `TOKIO_RDMA_POST`: `direct`, which fails if it is impossible, `extended` (`ibv_wr_*`), or
+    ///   `chain` (`ibv_post_send(3)`).
+    /// - `TOKIO_RDMA_CQE_COMPRESSION`: `1` allows compressed completion queue entries on the direct
+    ///   path; default `0`.
     ///
     /// # Errors
     ///
@@ -134,8 +131,8 @@ impl Device {
     ///
     /// # Errors
     ///
-    /// Those of [`open`](Self::open). [`OpenError::NoUsableDevice`] names the devices that were
-    /// skipped, and why. A device that `TOKIO_RDMA_DEVICE` names is never replaced by another.
+    /// Those of [`open`](Self::open), and [`OpenError::NoUsableDevice`] if no device is named and
+    /// none has an active port.
     pub fn open_default() -> Result<Self, OpenError> {
         match device_from_env() {
             Some(name) => Self::open(&name),
@@ -143,9 +140,9 @@ impl Device {
         }
     }
 
-    /// Opens the device like [`open_default`](Self::open_default), or, without a usable real
-    /// device, logs a warning and opens the [software device](Self::software) of this process. For
-    /// programs that need no peer in another process, such as tests and examples.
+    /// Opens the device like [`open_default`](Self::open_default). If no real device is usable, it
+    /// logs a warning and opens the [software device](Self::software), which suffices for programs
+    /// without peers in other processes, such as tests.
     ///
     /// # Errors
     ///
@@ -160,43 +157,31 @@ impl Device {
         }
     }
 
-    /// Opens the device for a service at `address` of this host with clients in other processes and
-    /// hosts:
+    /// Opens the device for a service at `address` of this host whose clients, in any process or
+    /// host, use [`open_default_to`](Self::open_default_to):
     ///
     /// 1. the real device named by `TOKIO_RDMA_DEVICE`;
     /// 2. else the first real device with an active port that has `address` as a GID (on
     ///    InfiniBand, as an address of IP over InfiniBand), or with any active port for `0.0.0.0`
-    ///    and `::`. No real device has a loopback address;
-    /// 3. else, or if `TOKIO_RDMA_DEVICE` is `soft0`, a software device named by the address. It
-    ///    uses RoCE v2 over UDP, [`Network::udp`](crate::software::Network::udp), until everything
-    ///    created from it is dropped.
-    ///
-    /// Clients use [`open_default_to`](Self::open_default_to); [`Device`] has an example.
-    ///
-    /// A software device at a link-local IPv6 address (`fe80::/10`) reaches such addresses only on
-    /// its own interface, with or without a scope.
+    ///    and `::`;
+    /// 3. else, or if `TOKIO_RDMA_DEVICE` is `soft0`, a software device that uses RoCE v2 over UDP,
+    ///    [`Network::udp`](crate::software::Network::udp), until everything created from it is
+    ///    dropped. Its name is the address.
     ///
     /// UDP port 4791 (RoCE v2) of an address serves one program; the call waits up to 0.1 s for it.
-    /// Several services on loopback need several addresses of 127.0.0.0/8; IPv6 has only `::1`.
+    /// So each service on loopback needs its own address of 127.0.0.0/8; IPv6 has only `::1`.
     ///
     /// # Security
     ///
     /// A software device accepts packets from every host that can reach it, and RoCE v2 neither
     /// encrypts nor authenticates. To restrict hosts, create the network with
     /// [`UdpConfig::allow`](crate::software::UdpConfig::allow) and open its device by
-    /// [`software_in`](Self::software_in). See docs/software-device.md.
+    /// [`software_in`](Self::software_in).
     ///
     /// # Errors
     ///
-    /// Those of [`open_default`](Self::open_default). For a software device, [`OpenError::Udp`]:
-    ///
-    /// - [`PortTaken`](crate::software::UdpError::PortTaken): another program has the port there,
-    ///   or kernel module `rdma_rxe` (SoftRoCE) has it at all addresses;
-    /// - [`NotLocal`](crate::software::UdpError::NotLocal): this host does not have the address;
-    /// - [`NotOneHost`](crate::software::UdpError::NotOneHost): `0.0.0.0`, `::` or a multicast
-    ///   address;
-    /// - [`NotLinux`](crate::software::UdpError::NotLinux),
-    ///   [`System`](crate::software::UdpError::System).
+    /// Those of [`open`](Self::open), and for a software device [`OpenError::Udp`], for example if
+    /// another program has the port ([`PortTaken`](crate::software::UdpError::PortTaken)).
     pub fn open_default_at(address: IpAddr) -> Result<Self, OpenError> {
         let address = address.to_canonical();
         match device_from_env() {
@@ -210,29 +195,25 @@ impl Device {
     /// [`open_default_at`](Self::open_default_at) at the address from which the kernel would send
     /// to `peer`. Sends nothing.
     ///
-    /// If `peer` is on this host, that address may belong to another service. A software device
-    /// then uses the first free address from 127.0.0.254 down to 127.0.0.2, or `::1` for IPv6. A
-    /// service at `::1` therefore has no clients: let it listen in 127.0.0.0/8.
+    /// If `peer` is on this host, a software device uses the first free address from 127.0.0.254
+    /// down to 127.0.0.2, or `::1` for IPv6, because the kernel's choice may belong to another
+    /// service. A service at `::1` therefore leaves no address for clients: let it listen in
+    /// 127.0.0.0/8.
     ///
-    /// A software device accepts packets only from `peer`, or a host that forges its address;
-    /// [`open_default_towards`](Self::open_default_towards) accepts several hosts. Real devices,
-    /// SoftRoCE included, accept packets from every host.
+    /// A software device accepts packets only from `peer`, or from a host that forges its address.
+    /// Real devices, SoftRoCE included, accept packets from every host.
     ///
     /// # Errors
     ///
-    /// Those of [`open_default_at`](Self::open_default_at). [`OpenError::Udp`] also with:
-    ///
-    /// - [`NoRoute`](crate::software::UdpError::NoRoute): this host has no route to `peer`, or
-    ///   `peer` is a link-local IPv6 address, which names no interface. In that case use
-    ///   [`open_default_at`](Self::open_default_at) with this host's address of the interface;
-    /// - [`AllTaken`](crate::software::UdpError::AllTaken): other programs use the port at all
-    ///   loopback addresses.
+    /// Those of [`open_default_at`](Self::open_default_at). There is [no
+    /// route](crate::software::UdpError::NoRoute) to a link-local IPv6 address, which names no
+    /// interface: use `open_default_at` with this host's address of the interface.
     pub fn open_default_to(peer: IpAddr) -> Result<Self, OpenError> {
         Self::open_client(peer, Some(peer.to_canonical()))
     }
 
     /// Opens the device like [`open_default_to`](Self::open_default_to), but accepts packets from
-    /// every host: for clients of several hosts, or that also listen. Read the security note of
+    /// every host, for clients that have several peers or also listen. Read the security note of
     /// [`open_default_at`](Self::open_default_at).
     ///
     /// # Errors
@@ -283,11 +264,11 @@ impl Device {
         self.inner.context.port(port)
     }
 
-    /// Returns the attributes of a port as of its last asynchronous event. State and GID table are
-    /// current, but a changed MTU raises no event.
+    /// Returns the attributes of a port, which are queried again after each event that may have
+    /// changed them. A change of the MTU raises no event.
     pub(crate) fn known_port(&self, port: PortNum) -> Result<Arc<PortAttr>, VerbError> {
         self.read_events();
-        // Counted before the query, so that a change during the query makes its result invalid.
+        // Read before the query, so that a change during the query makes its result invalid.
         let changes = self.inner.events.port_changes();
         let is_port = |known: &&mut (u64, Arc<PortAttr>)| known.1.port == port;
         if let (Some(changes), Some((of, attr))) =
@@ -307,8 +288,8 @@ impl Device {
         Ok(attr)
     }
 
-    /// Returns the partition keys of a port by index; empty entries are 0, bit 15 marks a full
-    /// member. Costs a system call for each of its [entries](PortAttr::pkeys).
+    /// Returns the partition keys of a port by index. Empty entries are 0; bit 15 marks a full
+    /// member. Each [entry](PortAttr::pkeys) costs a system call.
     ///
     /// # Errors
     ///
@@ -321,7 +302,7 @@ impl Device {
     ///
     /// # Errors
     ///
-    /// [`VerbError`] of the provider.
+    /// [`VerbError`].
     pub fn protection_domain(&self) -> Result<ProtectionDomain, VerbError> {
         ProtectionDomain::new(self)
     }
@@ -344,8 +325,8 @@ impl Device {
         Ok(rank_gids(&self.port(port)?, peer))
     }
 
-    /// Returns the best active port and GID for an unknown peer, by the order of
-    /// [`gids`](Self::gids); of equal ones, the lower port's.
+    /// Returns the best active port and GID for an unknown peer, in the order of
+    /// [`gids`](Self::gids). Of equal ones, the lower port wins.
     ///
     /// # Errors
     ///
@@ -392,9 +373,8 @@ impl Device {
         self.inner.context.event_fd()
     }
 
-    /// Returns the next asynchronous event, `ibv_get_async_event(3)`; `None` if there is none now.
-    ///
-    /// Each event is returned once. [`events`](Self::events) awaits them.
+    /// Returns the next asynchronous event, if one is pending, `ibv_get_async_event(3)`.
+    /// [`events`](Self::events) awaits them.
     ///
     /// # Errors
     ///
@@ -403,7 +383,6 @@ impl Device {
         self.inner.events.next(|| self.inner.context.next_event())
     }
 
-    /// Reads pending asynchronous events and applies them to the queues. The user still gets them.
     pub(crate) fn read_events(&self) {
         self.inner.events.take(|| self.inner.context.next_event());
     }
@@ -412,8 +391,8 @@ impl Device {
         self.inner.events.ports()
     }
 
-    /// Calls `listener`, until it is dropped, after events are read: another reader may have made
-    /// the descriptor unreadable.
+    /// Calls `listener`, until it is dropped, whenever events were read, even by another reader,
+    /// which leaves the descriptor unreadable.
     pub(crate) fn on_events(
         &self,
         kind: EventKind,
@@ -439,7 +418,7 @@ impl Device {
     }
 
     /// Returns a descriptor that is readable when unprocessed packets have arrived. `None` if the
-    /// device processes them itself, or another `Inlet` exists, because one thread suffices.
+    /// device processes them itself, or if another `Inlet` exists: one thread suffices.
     pub(crate) fn inlet(&self) -> std::io::Result<Option<Inlet>> {
         let Some(fd) = self.inner.context.inlet() else { return Ok(None) };
         if self.inner.watched.swap(true, Ordering::AcqRel) {
@@ -466,8 +445,7 @@ impl Device {
         Self::first_real(|device| device.default_path().is_ok(), "no active port with a GID")
     }
 
-    /// Returns the first usable real device, or why there is none; devices that are not usable have
-    /// `fault`.
+    /// Returns the first usable real device, or why there is none. `fault` describes unusable ones.
     fn first_real(usable: impl Fn(&Self) -> bool, fault: &str) -> Result<Self, String> {
         let mut skipped = Vec::new();
         for name in real_devices()? {
@@ -490,7 +468,7 @@ impl Device {
             ports.any(|port| is_at(Path::new("/"), device.name(), &port, address))
         };
         Self::first_real(is_here, "no active port with this address").map_err(|reason| {
-            // As expected: no real device has a loopback address.
+            // No real device has a loopback address, so this is expected.
             if address.is_loopback() {
                 rdma_provider::debug!(%address, reason, "using a software device over UDP");
             } else {
@@ -499,8 +477,6 @@ impl Device {
         })
     }
 
-    /// Opens a software device over UDP at the first free address; `only` names the one peer that
-    /// it accepts.
     fn over_udp(addresses: &[IpAddr], only: Option<IpAddr>) -> Result<Self, OpenError> {
         let (network, address) =
             soft::Network::at_first_free(soft::UdpConfig::PORT, addresses, only)?;

@@ -1,8 +1,5 @@
-//! The ranking of GID table entries, with reasons.
-//!
-//! A wrong entry is the most frequent failure of a first set-up: tables mix RoCE v1 with v2,
-//! link-local with global addresses, and several networks, so most entries do not reach a given
-//! peer.
+//! The ranking of GID table entries, with reasons. A wrong entry is the most frequent failure of a
+//! first set-up, because most entries of a table do not reach a given peer.
 
 use std::cmp::Reverse;
 use std::collections::BTreeSet;
@@ -11,7 +8,7 @@ use std::net::IpAddr;
 
 use crate::types::{Gid, GidEntry, GidKind};
 
-/// An IP address with the prefix length of its network: `10.9.0.1/24`.
+/// An IP address with the prefix length of its network.
 ///
 /// ```
 /// use tokio_rdma::types::IpPrefix;
@@ -31,8 +28,7 @@ pub struct IpPrefix {
 }
 
 impl IpPrefix {
-    /// Returns `address` in a network with a prefix of `len` bits, at most the length of the
-    /// address.
+    /// Creates a prefix of `len` bits, at most the length of the address.
     #[must_use]
     pub fn new(address: IpAddr, len: u8) -> Self {
         Self { address, len: len.min(bits(address)) }
@@ -64,7 +60,6 @@ fn bits(address: IpAddr) -> u8 {
 }
 
 impl fmt::Display for IpPrefix {
-    /// Prints the network: `10.9.0.0/24`.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let masked = self.masked(self.address);
         let network = match self.address {
@@ -77,7 +72,6 @@ impl fmt::Display for IpPrefix {
 
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct NetInterface {
-    /// The index, as in [`GidEntry::interface`].
     pub(crate) index: u32,
     pub(crate) name: String,
     pub(crate) up: bool,
@@ -89,7 +83,7 @@ pub(crate) struct NetInterface {
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Peer {
     pub(crate) gid: Gid,
-    /// The local address from which the kernel would send to the peer, if any.
+    /// The result of `source_to`.
     pub(crate) from: Option<IpAddr>,
 }
 
@@ -97,13 +91,13 @@ pub(crate) struct Peer {
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum GidReason {
-    /// RoCE v2, in a table that also contains v1.
+    /// RoCE v2, in a table with both versions.
     RoceV2,
     /// RoCE v1, which routers do not forward.
     RoceV1,
-    /// An address of the peer's family, in a table that also contains others.
+    /// An address of the peer's family, in a table with both families.
     PeerFamily,
-    /// An IPv4 address for an IPv6 peer, or the reverse.
+    /// An address of another family than the peer's.
     OtherFamily,
     /// The peer is in this network of the entry.
     PeerSubnet(IpPrefix),
@@ -116,7 +110,7 @@ pub enum GidReason {
         /// The name of the interface.
         interface: String,
     },
-    /// The address is link-local: valid on one link only.
+    /// The address is link-local.
     LinkLocal,
     /// The interface is down.
     Down {
@@ -130,7 +124,7 @@ pub enum GidReason {
 }
 
 impl GidReason {
-    /// Returns true for a reason in favour of the entry.
+    /// Returns true if this is a reason for the entry, not against it.
     #[must_use]
     pub const fn favours(&self) -> bool {
         matches!(
@@ -189,7 +183,8 @@ impl RankedGid {
 }
 
 impl fmt::Display for RankedGid {
-    /// Prints one line: `3: 10.9.0.1, RoCE v2, eth0 (+ RoCE v2 over v1; - VLAN interface eth0.5)`.
+    /// Prints a line like `3: 10.9.0.1, RoCE v2, eth0.5 (+ RoCE v2 over v1; - VLAN interface
+    /// eth0.5)`.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let GidEntry { index, gid, kind, .. } = self.entry;
         match kind {
@@ -219,8 +214,7 @@ pub(crate) struct Penalty {
     link_local: bool,
 }
 
-/// Ranks one table, best first, by the criteria of [`Device::gids`](crate::Device::gids), whatever
-/// the order of `entries`.
+/// Ranks one table, best first, by the criteria of [`Device::gids`](crate::Device::gids).
 pub(crate) fn rank(
     entries: &[GidEntry],
     interfaces: &[NetInterface],
@@ -312,8 +306,7 @@ impl Penalty {
     };
 }
 
-/// Returns true if the peer is in another InfiniBand subnet, whose prefix is the upper half of a
-/// GID.
+/// Returns true if the peer is in another InfiniBand subnet. The upper half of a GID is the prefix.
 fn evaluate_prefix(ours: Gid, peers: Gid, reasons: &mut Vec<GidReason>) -> bool {
     let subnet = IpPrefix::new(IpAddr::V6(ours.0.into()), 64);
     let same = subnet.contains(IpAddr::V6(peers.0.into()));
@@ -321,11 +314,9 @@ fn evaluate_prefix(ours: Gid, peers: Gid, reasons: &mut Vec<GidReason>) -> bool 
     !same
 }
 
-/// Finds the interface of an entry.
-///
-/// An index may name a different interface of another network namespace, so the interface must also
-/// have the address, unless that is link-local, which devices make up. Entries without an index
-/// belong to the interface with their address.
+/// Finds the interface of an entry, by its index or else by its address. An index may belong to
+/// another network namespace, so the interface must also have the address, except for link-local
+/// ones, which devices make up.
 fn interface_of<'a>(entry: &GidEntry, interfaces: &'a [NetInterface]) -> Option<&'a NetInterface> {
     let address = entry.gid.to_ip();
     let has_address =
@@ -344,7 +335,7 @@ fn subnet_of(address: IpAddr, interface: Option<&NetInterface>) -> Option<IpPref
         .and_then(|interface| interface.addresses.iter().find(|own| own.address() == address));
     match (known, address) {
         (Some(known), _) => Some(*known),
-        // Known without configuration.
+        // The prefix length of link-local networks is fixed.
         (None, IpAddr::V6(v6)) if v6.is_unicast_link_local() => Some(IpPrefix::new(address, 64)),
         _ => None,
     }
@@ -357,7 +348,7 @@ fn is_link_local(address: IpAddr) -> bool {
     }
 }
 
-/// Removes reasons that all entries share, and adds the index if nothing else puts the first entry
+/// Removes reasons that all entries share, and adds the index if it alone puts the first entry
 /// ahead.
 fn remove_undecisive_reasons(ranked: &mut [RankedGid]) {
     let kinds: BTreeSet<bool> = ranked.iter().map(|gid| gid.entry.is_roce_v2()).collect();

@@ -1,5 +1,3 @@
-//! The choice of a GID: applies network interfaces and routes of this host.
-
 use std::collections::BTreeSet;
 use std::fs;
 use std::io;
@@ -15,8 +13,7 @@ use crate::verbs::interfaces::{addresses, interface, interfaces};
 
 const ROCE_PORT: u16 = 4791;
 
-/// Ranks the GID table of a port, best first. Queries the kernel only if that can change the
-/// ranking.
+/// Ranks the GID table of a port. Queries the kernel only if that can change the ranking.
 pub(crate) fn rank_gids(port: &PortAttr, peer: Option<Gid>) -> Vec<RankedGid> {
     let of_interfaces = port.gids.iter().any(|entry| entry.interface.is_some());
     let queries_kernel =
@@ -29,13 +26,13 @@ pub(crate) fn rank_gids(port: &PortAttr, peer: Option<Gid>) -> Vec<RankedGid> {
     rank(&port.gids, &interfaces, peer)
 }
 
-/// Returns the entry with `gid` from which to send to `peer`, the best by [`rank_gids`]. Queries
-/// the kernel only if several interfaces have that GID.
+/// Returns the best entry with `gid`, by [`rank_gids`]. Queries the kernel only if several
+/// interfaces have that GID.
 pub(crate) fn entry_with(port: &PortAttr, gid: Gid, peer: Gid) -> Option<GidEntry> {
     let same = || port.gids.iter().filter(|entry| entry.gid == gid);
     let first = same().next()?;
     if same().all(|entry| entry.interface == first.interface) {
-        // They differ in nothing else that counts.
+        // Entries with the same GID and interface differ in nothing else that affects the ranking.
         return same().min_by_key(|entry| (!entry.is_roce_v2(), entry.index)).copied();
     }
     let ranked = rank_gids(port, Some(peer));
@@ -52,8 +49,8 @@ pub(super) fn best_path(
     firsts.min_by_key(|(port, first)| (first.penalty(), port.port.0))
 }
 
-/// Returns true if packets to `address` of this host reach this port. On InfiniBand, it is an
-/// address of IP over InfiniBand, whose interface in `root`/sys/class/net names the device.
+/// Returns true if packets to `address` of this host reach this port. On InfiniBand, `address`
+/// belongs to IP over InfiniBand. `root` contains /sys.
 pub(super) fn is_at(root: &Path, device: &str, port: &PortAttr, address: IpAddr) -> bool {
     if port.state != PortState::Active || port.gids.is_empty() {
         return false;
@@ -68,16 +65,16 @@ pub(super) fn is_at(root: &Path, device: &str, port: &PortAttr, address: IpAddr)
     }
 }
 
-/// Returns true if the interface is IP over InfiniBand (ARPHRD_INFINIBAND, 32) of this device.
 fn is_ipoib(root: &Path, interface: &str, device: &str) -> bool {
     let interface = root.join("sys/class/net").join(interface);
     let kind = fs::read_to_string(interface.join("type"));
+    // 32 is ARPHRD_INFINIBAND.
     kind.is_ok_and(|kind| kind.trim() == "32")
         && interface.join("device/infiniband").join(device).exists()
 }
 
-/// Returns the interfaces of these entries. If all entries name theirs, reads only these, because a
-/// container host has hundreds of interfaces and every queue pair asks.
+/// Returns the interfaces of these entries, or all interfaces if an entry does not name its own.
+/// Each connected queue pair calls this, and a container host has hundreds of interfaces.
 fn interfaces_of(gids: &[GidEntry]) -> Vec<NetInterface> {
     let (root, addresses) = (Path::new("/"), addresses());
     let name_of =
@@ -92,7 +89,7 @@ fn interfaces_of(gids: &[GidEntry]) -> Vec<NetInterface> {
     }
 }
 
-/// Returns the local address from which the kernel would send to `peer`. Sends nothing.
+/// Returns the address from which the kernel would send to `peer`. Sends nothing.
 pub(super) fn source_to(peer: IpAddr) -> Result<IpAddr, UdpError> {
     let system = |verb, error: io::Error| {
         VerbError::new(verb, error.raw_os_error().unwrap_or(VerbError::EIO))
@@ -107,12 +104,10 @@ pub(super) fn source_to(peer: IpAddr) -> Result<IpAddr, UdpError> {
     Ok(socket.local_addr().map_err(refused("getsockname"))?.ip())
 }
 
-/// Returns the local addresses to send to `peer` from, best first. `by_route` is the kernel's
-/// choice.
-///
-/// If the peer is on this host (`here`), that choice may belong to the peer or another service. The
-/// result is then loopback addresses, high ones first, because low ones are usually configured by
-/// hand.
+/// Returns the local addresses from which to send to `peer`, best first: the kernel's choice
+/// `by_route`, or, if the peer is on this host (`here`), loopback addresses, because the kernel's
+/// choice may belong to the peer or another service. High ones come first, because low ones are
+/// usually configured by hand.
 pub(super) fn sources_to(peer: IpAddr, by_route: IpAddr, here: bool) -> Vec<IpAddr> {
     match (here, peer) {
         (false, _) => vec![by_route],

@@ -12,7 +12,6 @@ pub(crate) struct Addresses {
     prefixes: Vec<IpPrefix>,
 }
 
-/// Returns this network namespace's addresses by interface name; none if the kernel refuses.
 pub(crate) fn addresses() -> HashMap<String, Addresses> {
     let mut found: HashMap<String, Addresses> = HashMap::new();
     for interface in if_addrs::get_if_addrs().unwrap_or_default() {
@@ -27,7 +26,6 @@ pub(crate) fn addresses() -> HashMap<String, Addresses> {
     found
 }
 
-/// Returns this network namespace's interfaces that are readable below `root`.
 pub(crate) fn interfaces(root: &Path, addresses: &HashMap<String, Addresses>) -> Vec<NetInterface> {
     // The /sys mounted here may belong to another namespace; /proc/net always belongs to this one.
     let own = fs::read_to_string(root.join("proc/net/dev")).ok();

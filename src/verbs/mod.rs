@@ -8,9 +8,9 @@
 //!   └────── Channel ─────────── Cq
 //! ```
 //!
-//! A child holds its parent by `Arc`, so objects may be dropped in any order. All are synchronous.
-//! [`QueuePair`](crate::QueuePair) and [`CompletionQueue`](crate::CompletionQueue) build futures on
-//! them.
+//! A child holds its parent by `Arc`, so objects may be dropped in any order. All methods are
+//! synchronous; [`QueuePair`](crate::QueuePair) and [`CompletionQueue`](crate::CompletionQueue)
+//! build futures on them.
 
 mod address_handle;
 mod async_events;

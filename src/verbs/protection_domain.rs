@@ -48,7 +48,7 @@ impl ProtectionDomain {
     ///
     /// # Errors
     ///
-    /// [`VerbError`] of the provider.
+    /// [`VerbError`].
     pub fn address_handle(&self, address: &AddressVector) -> Result<AddressHandle, VerbError> {
         AddressHandle::new(self, address)
     }
@@ -65,8 +65,8 @@ impl ProtectionDomain {
         Arc::ptr_eq(&self.inner, &other.inner)
     }
 
-    /// Returns the number of references. A caller that sees it fall knows that the objects with the
-    /// dropped references are released.
+    /// Returns the number of references. When it has fallen, the objects that held the dropped ones
+    /// are released.
     pub(crate) fn references(&self) -> usize {
         let count = Arc::strong_count(&self.inner);
         fence(Ordering::Acquire);

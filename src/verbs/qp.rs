@@ -28,7 +28,7 @@ pub struct QpOptions {
 
 /// A queue pair of the verbs interface, `ibv_create_qp(3)`.
 ///
-/// Dropping it destroys it: work in flight is abandoned, and unpolled completions are lost.
+/// Dropping it destroys it, abandons work in flight, and loses unpolled completions.
 ///
 /// ```
 /// use tokio_rdma::types::{QpAttr, QpCaps, QpState, Transport};
@@ -62,14 +62,13 @@ pub struct QpOptions {
 pub struct Qp {
     raw: dispatch::Qp,
     transport: Transport,
-    /// The state last set, under the lock that serialises transitions. The device moves the queue
-    /// pair to the error state or SQE by itself.
+    /// The state last set, under the lock that serialises transitions. The device may since have
+    /// moved the queue pair to the error state or SQE.
     last_state: Mutex<QpState>,
     send_cq: Cq,
     recv_cq: Cq,
     srq: Option<Srq>,
-    /// With a shared receive queue: true once the queue pair, in the error state, uses no more
-    /// receives.
+    /// With a shared receive queue: the device has reported `LAST_WQE_REACHED`.
     last_receive: Option<Arc<AtomicBool>>,
     pd: ProtectionDomain,
 }
@@ -94,7 +93,7 @@ impl Qp {
         Self::numbered(pd, send_cq, recv_cq, srq, options, None)
     }
 
-    /// Creates a queue pair with a number reserved by the connection manager, if any.
+    /// Creates a queue pair, with a number that the connection manager has reserved, if any.
     pub(crate) fn numbered(
         pd: &ProtectionDomain,
         send_cq: &Cq,
@@ -207,11 +206,11 @@ impl Qp {
     /// [`SetupError::Transition`] names missing or forbidden attributes.
     pub fn modify(&self, attr: &QpAttr) -> Result<(), SetupError> {
         let mut last = self.last_state.lock();
-        // A change to the error state in the error state reaches the device too: SoftRoCE flushes
-        // receives posted there only then.
+        // A query is a system call, so the state is queried only if the caller claims one, if the
+        // change is invalid in the state last set, or if the device refuses it.
         //
-        // A query is a system call, so the device is asked only if the state last set does not
-        // explain the change or its refusal.
+        // A change from the error state to itself reaches the device, because SoftRoCE flushes
+        // receives that were posted in this state only then.
         let mut refused = None;
         if attr.current_state.is_none() && self.check(*last, attr).is_ok() {
             match self.raw.modify(attr) {
@@ -250,11 +249,9 @@ impl Qp {
         *self.last_state.lock()
     }
 
-    /// Waits, in the error state, until the device uses no more shared receives: destroying the
-    /// queue pair earlier would discard the completion of an arriving message.
-    ///
-    /// Waits at most 1 ms: not every transition makes a device report
-    /// `IBV_EVENT_QP_LAST_WQE_REACHED`.
+    /// Waits, in the error state, until the device uses no more shared receives, because destroying
+    /// the queue pair earlier would discard the completion of an arriving message. Waits at most 1
+    /// ms, because devices do not always report `IBV_EVENT_QP_LAST_WQE_REACHED`.
     pub(crate) fn await_last_receive(&self) {
         let Some(reached) = &self.last_receive else { return };
         let end = Instant::now() + LAST_RECEIVE;
@@ -278,7 +275,7 @@ impl Qp {
     ///
     /// # Errors
     ///
-    /// [`VerbError`] of the provider.
+    /// [`VerbError`].
     pub fn query(&self) -> Result<(QpState, QpAttr), VerbError> {
         self.raw.query()
     }
@@ -287,9 +284,9 @@ impl Qp {
     ///
     /// # Errors
     ///
-    /// [`VerbError`] if the device refuses and may continue with posted work. The queue pair is
-    /// then moved to the error state, so that its peer reaches nothing through it, and leaked with
-    /// all it uses. You must not free the memory that its work requests name.
+    /// [`VerbError`] if the device refuses. The queue pair is then moved to the error state, so
+    /// that its peer reaches nothing through it, and leaked with everything that it uses. You must
+    /// not free the memory of its work requests, because the device may continue with them.
     pub fn destroy(mut self) -> Result<(), VerbError> {
         let result = self.raw.destroy();
         if let Err(error) = &result {
@@ -323,7 +320,8 @@ impl Qp {
     ///
     /// # Errors
     ///
-    /// [`PostError`] with EINVAL for a malformed request or a wrong state, ENOMEM for a full queue.
+    /// [`PostError`] with EINVAL for a malformed request or in a wrong state, and with ENOMEM if
+    /// the queue is full.
     ///
     /// # Safety
     ///
@@ -343,8 +341,8 @@ impl Qp {
         unsafe { self.raw.post_send(list) }
     }
 
-    /// Posts as [`post_send`](Self::post_send) does, from an iterator that may build each request
-    /// as it is posted.
+    /// Posts like [`post_send`](Self::post_send), from an iterator that may build each request just
+    /// before it is posted.
     ///
     /// # Safety
     ///
@@ -370,7 +368,7 @@ impl Qp {
         self.raw.has_plain()
     }
 
-    /// Posts requests with one doorbell. Returns false, and posts nothing, if the caller is to use
+    /// Posts requests with one doorbell. Returns false, and posts nothing, if the caller must use
     /// another method.
     ///
     /// # Safety

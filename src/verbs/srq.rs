@@ -61,7 +61,7 @@ impl Srq {
         Ok(Self { inner: Arc::new(Inner { raw, pd: pd.clone() }) })
     }
 
-    /// Returns the number that asynchronous events use for the queue.
+    /// Returns the number by which asynchronous events name the queue.
     #[must_use]
     pub fn id(&self) -> u64 {
         self.inner.raw.id()
@@ -73,8 +73,7 @@ impl Srq {
         self.inner.raw.caps()
     }
 
-    /// Arms an event that is raised once when fewer than `limit` receives are left,
-    /// `ibv_modify_srq(3)`.
+    /// Requests one event when fewer than `limit` receives are left, `ibv_modify_srq(3)`.
     ///
     /// # Errors
     ///
@@ -92,7 +91,7 @@ impl Srq {
     ///
     /// # Errors
     ///
-    /// [`VerbError`] of the provider.
+    /// [`VerbError`].
     pub fn limit(&self) -> Result<u32, VerbError> {
         self.inner.raw.limit()
     }
@@ -107,7 +106,7 @@ impl Srq {
     ///
     /// # Errors
     ///
-    /// [`PostError`] with EINVAL for a malformed request, ENOMEM for a full queue.
+    /// [`PostError`] with EINVAL for a malformed request, and with ENOMEM if the queue is full.
     ///
     /// # Safety
     ///
@@ -120,9 +119,7 @@ impl Srq {
         unsafe { self.inner.raw.post_recv(list) }
     }
 
-    /// Destroys the queue if this is the last reference. Others exist only in queue pairs that were
-    /// leaked with a lost device.
-    ///
+    /// Destroys the queue if this is the last reference; others exist only in leaked queue pairs.
     /// After an error the queue is leaked, because the device may continue with posted receives.
     pub(crate) fn destroy(self) -> Result<(), VerbError> {
         let Ok(mut inner) = Arc::try_unwrap(self.inner) else { return Ok(()) };

@@ -2,12 +2,12 @@ use std::fmt;
 
 use crate::Violation;
 
-/// A reason that the protocol finds itself.
+/// A reason for the end of a connection that the protocol finds itself.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum End {
     /// Both ends have finished, and have all messages.
     Clean,
-    /// The application closed or dropped this end, and waits no longer for the peer.
+    /// The application closed or dropped this end, and no longer waits for the peer.
     Local,
     /// The peer has sent an `Abort`.
     Dropped,
@@ -26,11 +26,10 @@ impl From<Violation> for End {
     }
 }
 
-/// All reasons that the owner of a [`Protocol`](crate::protocol::Protocol) distinguishes: each
-/// [`End`], and its own, such as failed operations.
+/// All reasons that the caller distinguishes: each [`End`], and its own, such as failed operations.
 pub trait Reason: Copy + PartialEq + fmt::Debug + From<End> {
-    /// Returns true for a flushed operation. An earlier failure, which may be found later, is the
-    /// cause.
+    /// Returns true for a flushed operation. Its cause is another failure, which may be found
+    /// later.
     fn is_flush(&self) -> bool;
 }
 

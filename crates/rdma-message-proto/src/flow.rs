@@ -6,12 +6,12 @@
 //! (`released`) in every header. `window - (sent - released)` frames may be sent, so "receiver not
 //! ready" cannot occur, even with packet loss and retransmission.
 //!
-//! A message keeps its receive until the application takes it, so slow readers stop senders.
-//! Receives of other frames are reposted before anything else is sent.
+//! A message keeps its receive until the application takes it, so slow readers stop senders. The
+//! receives of other frames are reposted before anything else is sent.
 //!
-//! A notification (a WRITE with immediate data of the application) uses a credit, too. Its receive
-//! is reposted at once, but counts as released only when the application takes the notification. It
-//! has no header, so it announces nothing.
+//! A notification is a WRITE with immediate data of the application, so it has no header and
+//! announces nothing. It uses a credit, too. Its receive is reposted at once, but counts as
+//! released only when the application takes the notification.
 //!
 //! # Freedom from deadlock
 //!
@@ -25,9 +25,9 @@
 //! | `Fin`, `Ping`, `Resize`, and an `Ack` that reports done offers or answers a `Ping` | 2 |
 //! | `Ack` for credits alone, `Abort` | 1 |
 //!
-//! An `Ack` for credits is due when, since the last announcement, messages have released a quarter
-//! of their receives (at least two of four or more) or other frames `CONTROL_ACK`. It announces at
-//! least one.
+//! An `Ack` for credits is due when, since the last announcement, a quarter of the receives for
+//! messages was released (at least two if there are four or more), or `CONTROL_ACK` receives of
+//! other frames. So it announces at least one.
 //!
 //! 1. *The two ends are never both without credits while nothing is in flight.* Only an `Ack` for
 //!    credits (or an `Abort`, after which nothing is awaited) uses a last credit. If one of two
@@ -41,15 +41,15 @@
 //!    were used by messages that this application has not received, at most the window less the
 //!    reserve, and by at least `CONTROL_ACK` other frames.
 //! 3. *A message gets its credits once the peer's application has received all earlier ones.* All
-//!    receives are then released. Fewer are unannounced than cause an `Ack`. The rest suffices for
-//!    a message of up to [`max_frames`], whose frames are sent at once, so it needs no credits that
-//!    wait for itself.
+//!    receives are then released, and fewer of them are unannounced than cause an `Ack`. The others
+//!    suffice for a message of up to [`max_frames`]. Its frames are sent at once, so it does not
+//!    wait for credits that only its own delivery returns.
 //! 4. *Acks do not alternate indefinitely:* two received cause at most one sent.
 //! 5. *Changes of the window keep this true.* An end counts more receives from the `Resize` that
 //!    announces them; its peer, from the arrival of that frame. The peer counts a skipped receive
 //!    off when it sends the skip, and the end when the skip arrives. A skip needs and leaves as
-//!    many credits as a message of one frame. Messages leave one more for each due skip, so all
-//!    skips are sent although the application receives nothing.
+//!    many credits as a message of one frame. Messages leave one more credit for each due skip, so
+//!    all skips are sent even if the application receives nothing.
 //!
 //! `model.rs` confirms this for all interleavings with small windows.
 
@@ -57,11 +57,11 @@ use crate::Violation;
 use crate::frame::{COUNT_MASK, Header, Kind};
 use crate::window::Resize;
 
-/// The receives beyond those for messages: `CONTROL_ACK` + 1, and one for the last of these frames,
-/// still unannounced.
+/// The receives beyond those for messages: `CONTROL_ACK` + 1, and one for the last frame that is
+/// not a message, because its receive is not announced yet.
 pub const RESERVE: u32 = 4;
 
-/// The frames other than messages after which an `Ack` is due.
+/// The number of frames other than messages after which an `Ack` is due.
 const CONTROL_ACK: u32 = 2;
 
 pub fn max_frames(window: u32) -> u32 {
@@ -69,17 +69,17 @@ pub fn max_frames(window: u32) -> u32 {
     messages - ack_threshold(messages) + 1
 }
 
-/// Returns the number of released receives of messages for which an `Ack` is due. At least two if
-/// that leaves half of them, because the answer to a request announces its receive.
+/// Returns the number of released receives of messages for which an `Ack` is due. If possible this
+/// is more than one, because the answer to a request announces its receive anyway.
 fn ack_threshold(messages: u32) -> u32 {
     if messages < 4 { 1 } else { messages.div_ceil(4).max(2) }
 }
 
-/// The credits of one end. Counts wrap at 2^32. After a violation, it is meaningless.
+/// The credits of one end. Counts wrap at 2^32. After a violation, the state is meaningless.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub struct Flow {
     // Sending.
-    /// Peer's receives, including the reserve and without those skipped.
+    /// The peer's receives, including the reserve, without skipped ones.
     window: u32,
     sent: u32,
     /// Sent frames whose receives were reposted.
@@ -88,15 +88,15 @@ pub struct Flow {
     fetched: u32,
     finished: bool,
     fin_acked: bool,
-    /// Receives that the peer asks to skip, and those skipped.
+    /// Receives that the peer asks this end to skip, and those that it has skipped.
     to_skip: u32,
     skipped: u32,
 
     // Receiving.
-    /// Own receives that the peer knows of, including the reserve and without those skipped.
+    /// Own receives that the peer knows of, including the reserve, without skipped ones.
     receives: u32,
     resize: Option<Resize>,
-    /// Receives that the peer was asked to skip, and those it has skipped.
+    /// Receives that the peer is asked to skip, and those that it has skipped.
     skips: u32,
     peer_skipped: u32,
     arrived: u32,
@@ -107,14 +107,14 @@ pub struct Flow {
     offers: u32,
     done: u32,
     done_announced: u32,
-    /// The peer awaits an answer to a `Ping` or `Fin`.
+    /// The peer waits for an answer to a `Ping` or `Fin`.
     ack_requested: bool,
     peer_finished: bool,
     peer_fin_acked: bool,
 }
 
 impl Flow {
-    /// Creates the state of an end. Both sizes include the reserve.
+    /// Both numbers include the reserve.
     pub fn new(receives: u32, window: u32) -> Self {
         Self {
             window,
@@ -143,7 +143,7 @@ impl Flow {
         }
     }
 
-    /// Sets the peer's receives, including the reserve, before the first frame.
+    /// Must be called before the first frame. The window includes the reserve.
     pub fn set_window(&mut self, window: u32) {
         self.window = window;
     }
@@ -157,10 +157,10 @@ impl Flow {
         self.sent.wrapping_sub(self.confirmed)
     }
 
-    /// Returns true if this frame may be sent now; for an `Ack`, if only for credits.
+    /// Returns true if this frame may be sent now, or an `Ack` for credits alone.
     ///
-    /// Messages leave the credits of due skips, which the peer awaits before it can post more
-    /// receives.
+    /// Messages leave the credits for due skips, because the peer waits for them before it posts
+    /// more receives.
     pub fn may_send(&self, kind: Kind) -> bool {
         let needed = match kind {
             Kind::Data | Kind::Part | Kind::Offer => RESERVE + self.to_skip,
@@ -170,8 +170,8 @@ impl Flow {
         self.credits() >= needed && !(self.finished && (kind.is_message() || kind == Kind::Fin))
     }
 
-    /// Returns the maximum of frames of a message, for which there are credits once the peer has
-    /// received the earlier messages.
+    /// Returns the maximum of frames of a message. Credits for these exist once the peer's
+    /// application has received all earlier messages.
     pub fn max_frames(&self) -> u32 {
         max_frames(self.window - self.to_skip)
     }
@@ -180,8 +180,7 @@ impl Flow {
         self.credits() >= RESERVE - 1 + self.to_skip + frames && self.may_send(Kind::Data)
     }
 
-    /// Uses a credit for a frame, which must be sent. The caller checks
-    /// [`may_send`](Self::may_send).
+    /// Uses a credit for a frame, which must be sent. Requires [`may_send`](Self::may_send).
     pub fn send(&mut self, kind: Kind) -> Header {
         debug_assert!(self.may_send(kind), "{kind:?} with {} credits", self.credits());
         self.sent = self.sent.wrapping_add(1);
@@ -203,14 +202,13 @@ impl Flow {
         }
     }
 
-    /// Uses a credit for a notification, which must be posted. The caller checks
-    /// `may_send(Kind::Data)`.
+    /// Uses a credit for a notification, which must be posted. Requires `may_send(Kind::Data)`.
     pub fn send_notification(&mut self) {
         debug_assert!(self.may_send(Kind::Data), "{} credits", self.credits());
         self.sent = self.sent.wrapping_add(1);
     }
 
-    /// Announces `resize` as soon as possible. Its receives must be posted.
+    /// Announces `resize` as soon as possible. Its receives must already be posted.
     pub fn resize(&mut self, resize: Resize) {
         debug_assert!(self.may_resize(), "one change at a time");
         self.resize = Some(resize);
@@ -220,8 +218,7 @@ impl Flow {
         self.resize.is_none() && self.skips == 0
     }
 
-    /// Returns the due announcement, which must be sent. There is none for a peer that has
-    /// finished.
+    /// Returns the due announcement, which must be sent. A peer that has finished gets none.
     #[inline]
     pub fn announce(&mut self) -> Option<(Header, Resize)> {
         let resize = self.resize?;
@@ -234,7 +231,7 @@ impl Flow {
         Some((self.send(Kind::Resize), resize))
     }
 
-    /// Returns the header of a due skip, which must be sent, if [`RESERVE`] credits are free.
+    /// Returns the header of a due skip, which must be sent.
     #[inline]
     pub fn skip(&mut self) -> Option<Header> {
         if self.to_skip == 0 || self.finished || self.credits() < RESERVE {
@@ -262,7 +259,6 @@ impl Flow {
         self.arrived.wrapping_add(self.peer_skipped)
     }
 
-    /// Returns the number of frames that have arrived since the last announcement.
     pub fn unanswered(&self) -> u32 {
         self.arrived.wrapping_sub(self.announced)
     }
@@ -291,7 +287,6 @@ impl Flow {
         due && !self.is_over() && self.may_send(Kind::Ack)
     }
 
-    /// Returns true if an `Ack` is due for the receives of messages.
     pub fn owes_credits(&self) -> bool {
         let messages = self.unannounced() - self.control;
         // The first comparison, which the second implies, is often enough and costs less.
@@ -314,7 +309,7 @@ impl Flow {
         if fetched > offered {
             return Err(Violation::Done { announced: fetched, offered });
         }
-        // An offer keeps its credit until it is done.
+        // An offer must keep its credit until it is done.
         if in_use - released < offered - fetched {
             return Err(Violation::Unfetched {
                 in_use: in_use - released,
@@ -392,7 +387,7 @@ impl Flow {
         self.control += 1;
     }
 
-    /// Marks the peer's oldest offer as done.
+    /// Counts the peer's oldest offer as done.
     pub fn done(&mut self) {
         debug_assert_ne!(self.done, self.offers, "each done has an offer");
         self.done = self.done.wrapping_add(1);
@@ -415,8 +410,8 @@ impl Flow {
         self.peer_finished
     }
 
-    /// Returns true if both ends have the other's `Fin`, all messages and all done counts.
-    /// Acknowledgements of the device do not suffice: a peer that closes its queue pair may not
+    /// Returns true if both ends have the other's `Fin`, all messages and all done counts. The
+    /// device's acknowledgements do not suffice, because a peer that closes its queue pair may not
     /// send the last ones.
     pub fn is_over(&self) -> bool {
         self.fin_acked

@@ -1,5 +1,5 @@
-//! Frames: SENDs with a header as immediate data, and a message, an offer, a change of receives or
-//! nothing as payload.
+//! Frames: SENDs with a header as immediate data. The payload is a message, an offer, a change of
+//! receives or nothing.
 //!
 //! ```text
 //!  31      29  28  27            14 13             0
@@ -12,18 +12,15 @@ use crate::Violation;
 
 const COUNT_BITS: u32 = 14;
 
-/// The bits of `released` and `done`.
 pub const COUNT_MASK: u32 = (1 << COUNT_BITS) - 1;
 
-/// The maximum of an end's receives. A count that advances further from one frame to the next is a
-/// violation.
+/// The maximum of an end's receives. A count cannot advance further from one frame to the next.
 pub const MAX_RECEIVES: u32 = COUNT_MASK / 2;
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Kind {
-    /// A message.
     Data,
-    /// The location of a message that the peer must read.
+    /// The location of a message, which the peer must READ.
     Offer,
     Ack,
     Ping,
@@ -31,10 +28,9 @@ pub enum Kind {
     Fin,
     /// The end of the connection without a clean shutdown.
     Abort,
-    /// Part of a message that the next frame continues: a `Part`, or `Data` with the last bytes.
+    /// Part of a message. The next frame continues it: a `Part`, or `Data` with the last bytes.
     Part,
-    /// A change of the sender's receives. Without payload, it only uses up a receive, which is not
-    /// reposted.
+    /// A change of the sender's receives, or without payload, a frame that only uses up a receive.
     Resize,
 }
 
@@ -50,7 +46,6 @@ impl Kind {
         Self::Resize,
     ];
 
-    /// Returns true if frames of this kind may have a payload.
     pub fn has_payload(self) -> bool {
         self.is_message() || self == Self::Resize
     }
@@ -66,9 +61,9 @@ pub struct Header {
     pub kind: Kind,
     /// True if the sender has received the peer's `Fin`.
     pub fin_acked: bool,
-    /// Receives that the sender has released; the low bits.
+    /// The count of receives that the sender has released.
     pub released: u32,
-    /// Offers that the sender has fetched or discarded; the low bits.
+    /// The count of offers that the sender has fetched or discarded.
     pub done: u32,
 }
 
@@ -81,7 +76,6 @@ impl Header {
             | (self.done & COUNT_MASK)
     }
 
-    /// Decodes a header. All values are valid.
     pub fn decode(header: u32) -> Self {
         Self {
             kind: Kind::ALL[(header >> 29) as usize],
@@ -95,7 +89,7 @@ impl Header {
 /// The payload length of an offer: address, length and key.
 pub const OFFER_LEN: usize = 20;
 
-/// The message must have 1 to `max_message` bytes and must not exceed the address space.
+/// Checks that the message has 1 to `max_message` bytes and does not exceed the address space.
 pub(crate) fn check_offer(addr: u64, len: u64, max_message: u64) -> Result<(), Violation> {
     if len == 0 || addr.checked_add(len).is_none() {
         return Err(Violation::Offer { addr, len });

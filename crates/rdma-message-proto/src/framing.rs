@@ -1,9 +1,7 @@
-//! The length of frames to the peer, and the number of frames of a message.
-
 use crate::flow::Flow;
 use crate::window::Sizes;
 
-/// The lengths that the peer's receives and the settings permit, in bytes.
+/// The lengths of frames and messages that the peer's receives and the settings permit, in bytes.
 #[derive(Debug, Clone)]
 pub struct Framing {
     sizes: Sizes,
@@ -15,7 +13,6 @@ pub struct Framing {
 }
 
 impl Framing {
-    /// Takes the longest frame, and the longest message in several frames, of the settings.
     pub(crate) fn new(own_frame: usize, own_eager: usize) -> Self {
         Self { sizes: Sizes::new(0), frame: 0, eager: 0, own_frame, own_eager, longest: 0 }
     }
@@ -31,7 +28,7 @@ impl Framing {
         self.frame
     }
 
-    /// Returns the longest message in frames; longer ones are offered.
+    /// Returns the longest message in frames. Longer ones are offered.
     #[inline]
     pub fn eager(&self) -> usize {
         self.eager
@@ -60,7 +57,8 @@ impl Framing {
         self.frame.min(self.sizes.at(next.wrapping_add(ahead)) as usize)
     }
 
-    /// Returns `None` if the message needs more frames than may ever be sent at once.
+    /// Returns `None` if the message needs more than `most` frames, or more than the peer's
+    /// receives permit.
     pub(crate) fn frames_of(&mut self, flow: &Flow, len: usize, most: usize) -> Option<usize> {
         // An empty message has a frame too.
         let mut frames = 1;

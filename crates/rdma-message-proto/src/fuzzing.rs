@@ -25,9 +25,9 @@ pub fn handshake(bytes: &[u8]) {
     }
 }
 
-/// Feeds frames (a byte, 4 bytes of header and 20 bytes of payload each) to an end that answers.
-/// The byte gives the payload's length, and whether the frame is a notification. With an odd number
-/// of receives, the frames belong to a stream. Checks that credits stay within the window.
+/// Feeds frames to an end that answers, and checks that credits stay within the window. Each frame
+/// is a byte, for the length of the payload and whether it is a notification, 4 bytes of header and
+/// 20 bytes of payload. With an odd number of receives, the frames belong to a stream.
 pub fn frames(bytes: &[u8]) {
     let Some((&[receives, window], frames)) = bytes.split_first_chunk() else { return };
     let content = if receives % 2 == 1 { Content::Bytes } else { Content::Messages };

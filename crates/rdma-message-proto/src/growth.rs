@@ -1,4 +1,4 @@
-//! Decides when an end has more or longer receives, and when the first ones again.
+//! Decides when an end posts more or longer receives, and when it returns to the first ones.
 //!
 //! ```text
 //!   first: few and short ──▶ long: as many ──▶ full: the configured number
@@ -6,7 +6,7 @@
 //!           └─────────────────────┴────────────────────┘  idle
 //! ```
 //!
-//! Each change takes one `Resize`. If the length changes, all receives are replaced.
+//! Each change is one `Resize`. If the length changes, all receives are replaced.
 
 use std::time::{Duration, Instant};
 
@@ -15,27 +15,24 @@ use crate::handshake::Content;
 use crate::incoming::Arrival;
 use crate::window::FIRST_SIZE;
 
-/// Acks closer than this are frequent.
 const ACKS_APART: Duration = Duration::from_millis(20);
 
-/// The messages of several frames that the receives hold. With this many, the headers of answers
-/// announce released receives, and separate `Ack`s are rare.
+/// If the receives hold this many messages of several frames, separate `Ack`s are rare, because the
+/// headers of answers announce the released receives.
 const LONG_MESSAGES: u64 = 8;
 
 #[derive(Debug, Clone)]
 pub(crate) struct Growth {
     stage: Stage,
-    /// The receives, including the reserve, and the bytes of each.
+    /// The number of receives, including the reserve.
     receives: u32,
     size: u32,
-    /// The first number of receives.
     first: u32,
     most: u32,
     follows_use: bool,
     eager: u64,
-    /// More or longer receives would help.
     wanted: bool,
-    /// Their buffers could not be registered since the last check.
+    /// No buffers could be registered since the last check.
     refused: bool,
     acked: Option<Instant>,
 }
@@ -48,7 +45,7 @@ enum Stage {
 }
 
 impl Growth {
-    /// Without `follows_use`, there are only the first receives.
+    /// Without `follows_use`, the receives never change.
     pub(crate) fn new(first: u32, most: u32, eager: u64, follows_use: bool) -> Self {
         let stage = if follows_use { Stage::First } else { Stage::Full };
         Self {
@@ -88,7 +85,8 @@ impl Growth {
                 Arrival::Message { len, .. } if content == Content::Bytes => {
                     self.stage == Stage::First && len >= self.size.into()
                 }
-                // Frames may be shorter: the sender has not reached these receives yet.
+                // The frames may be shorter than a receive, because the sender has not reached
+                // these receives yet.
                 Arrival::Message { len, .. } if len > self.size.into() => {
                     let frames = len.div_ceil(self.size.into());
                     frames * LONG_MESSAGES > (self.receives - RESERVE).into()
@@ -102,20 +100,21 @@ impl Growth {
         self.wanted |= !self.is_ended() && (self.reaches_threshold(unanswered) || too_long);
     }
 
-    /// Returns true if the frames use half of the receives for messages at first, later all,
-    /// because the configured number takes much memory.
+    /// Returns true if the frames use half of the first receives for messages, or later all
+    /// receives, because the configured number takes much memory.
     fn reaches_threshold(&self, unanswered: u32) -> bool {
         let messages = self.receives - RESERVE;
         unanswered >= if self.stage == Stage::First { messages.div_ceil(2) } else { messages }
     }
 
-    /// The application keeps messages in their buffers, so the first ones are too few.
+    /// Notes that the application keeps a received buffer, for which the first receives are too
+    /// few.
     pub(crate) fn note_buffer_taken(&mut self) {
         self.wanted |= self.stage == Stage::First && !self.refused;
     }
 
-    /// Notes an `Ack` for credits. If they are frequent, the sender of a stream may wait for them,
-    /// so more receives may help.
+    /// Notes an `Ack` for credits alone. If these are frequent, the peer may wait for them, so more
+    /// receives may help.
     pub(crate) fn note_ack(&mut self, now: impl FnOnce() -> Instant) {
         if self.is_ended() {
             return;
@@ -142,8 +141,8 @@ impl Growth {
         self.follows_use && self.stage != Stage::First
     }
 
-    /// Checks `unanswered` again: if the peer waits because of these frames, no further frame asks
-    /// for the next growth.
+    /// Checks `unanswered` again, because a peer that waits for credits sends no further frame,
+    /// which would ask for the next growth.
     pub(crate) fn grow(&mut self, size: u32, unanswered: u32) {
         (self.receives, self.size) = (self.next(), size);
         self.stage = if self.receives < self.most { Stage::Long } else { Stage::Full };

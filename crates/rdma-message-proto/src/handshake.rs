@@ -1,4 +1,4 @@
-//! Private data exchanged while connecting.
+//! Private data of connection requests and answers.
 
 #![warn(missing_docs)]
 
@@ -18,24 +18,23 @@ use crate::window::{FIRST_SIZE, first_receives};
 /// ```
 ///
 /// Flag 1 stands for [`Content::Bytes`], flag 2 for [`grows`](Self::grows). Numbers are big-endian.
-/// The user data has a length because private data is padded with zeros. A librdmacm request has
-/// space for 32 bytes of it.
+/// The user data has a length because private data is padded with zeros. A request has space for 32
+/// bytes of user data.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Handshake {
-    /// Bytes of each receive buffer; may exceed `max_message`. Longer messages take several or are
-    /// offered.
+    /// Bytes of each receive buffer; may exceed `max_message`.
     pub buffer_size: u32,
-    /// Receives, including four for control frames: the peer's window, or its maximum if `grows`.
+    /// Receives, including four for control frames.
     pub receives: u32,
     /// Longest accepted message, in bytes.
     pub max_message: u64,
-    /// True if the peer starts with at most eight receives of 384 bytes, four of them for control
-    /// frames, and announces changes. `buffer_size` and `receives` are then maximums; a peer that
-    /// shrinks may post eight more receives.
+    /// True if the sender starts with at most eight receives of 384 bytes and announces changes.
+    /// `buffer_size` and `receives` are then maximums; while it shrinks, it may post eight more
+    /// receives.
     pub grows: bool,
 }
 
-/// The content that a connection carries, the same in both directions.
+/// The content that a connection carries.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
 pub enum Content {
     /// Messages: `Connection` and `Listener`.
@@ -87,11 +86,12 @@ impl Handshake {
         self.encode_for(Content::Messages, user)
     }
 
-    /// Like [`encode`](Self::encode), for a connection of `content`.
+    /// Encodes the handshake like [`encode`](Self::encode), for a connection that carries
+    /// `content`.
     ///
     /// # Errors
     ///
-    /// As `encode`.
+    /// See [`encode`](Self::encode).
     pub fn encode_for(&self, content: Content, user: &[u8]) -> Result<Vec<u8>, HandshakeError> {
         let too_long = HandshakeError::UserData { len: user.len(), allowed: Self::MAX_USER_DATA };
         let user_len = u8::try_from(user.len()).map_err(|_| too_long)?;
@@ -106,7 +106,7 @@ impl Handshake {
         Ok(bytes)
     }
 
-    /// Returns the number of first receives, including the reserve, and their size.
+    /// Returns the number of first receives, including four for control frames, and their size.
     pub fn first_receives(&self) -> (u32, u32) {
         if self.grows {
             (first_receives(self.receives), FIRST_SIZE.min(self.buffer_size))
@@ -125,11 +125,12 @@ impl Handshake {
         Self::decode_for(Content::Messages, bytes)
     }
 
-    /// Like [`decode`](Self::decode), for a connection of `content`.
+    /// Decodes the handshake like [`decode`](Self::decode), for a connection that carries
+    /// `content`.
     ///
     /// # Errors
     ///
-    /// As `decode`.
+    /// See [`decode`](Self::decode).
     pub fn decode_for(content: Content, bytes: &[u8]) -> Result<(Self, &[u8]), HandshakeError> {
         let truncated = HandshakeError::Truncated { len: bytes.len() };
         let (magic, rest) = bytes.split_first_chunk::<4>().ok_or(truncated)?;

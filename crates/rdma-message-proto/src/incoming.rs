@@ -1,16 +1,14 @@
-//! Checks of received frames beyond credits: lengths, and messages of several frames.
-
 use crate::Violation;
 use crate::flow::max_frames;
 use crate::frame::{Header, Kind, OFFER_LEN};
 use crate::handshake::Content;
 
-/// The use of a frame's receive and payload.
+/// The content of a frame, which determines what becomes of its receive.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Arrival {
-    /// Part of a message. The application must receive the message before the receive is free.
+    /// Part of a message, which keeps the receive until the application has the message.
     Part,
-    /// The last or only part of a message, as for `Part`.
+    /// The last or only part of a message; the receive is as for `Part`.
     Message { parts: u32, len: u64 },
     /// The region of a message, for [`on_offer`](crate::protocol::Protocol::on_offer). The receive
     /// is free, but its credit returns when the application has the message.
@@ -18,12 +16,11 @@ pub enum Arrival {
     /// A change of the peer's receives, for [`on_resize`](crate::protocol::Protocol::on_resize).
     /// The receive is free.
     Resize,
-    /// A used-up receive, which is not reposted.
+    /// A skipped receive, which is not reposted.
     Skip,
     /// No payload. The receive is free.
     Control,
-    /// A WRITE of the peer's application. The receive is free, but its credit returns when the
-    /// application has taken the notification.
+    /// A WRITE of the peer's application. The receive is as for `Offer`.
     Notification,
 }
 
@@ -32,7 +29,7 @@ pub(crate) struct Incoming {
     content: Content,
     max_message: u64,
     max_frames: u32,
-    /// Frames of the incomplete message, and their bytes.
+    /// The frames and bytes of the incomplete message.
     parts: u32,
     bytes: u64,
 }
@@ -54,8 +51,8 @@ impl Incoming {
         self.parts
     }
 
-    /// Checks that a frame with a payload of `len` bytes may occur, carried by a WRITE if
-    /// `written`. An empty frame of a stream would be taken for its end.
+    /// Checks that this frame may occur; `written` if a WRITE carried it. An empty frame of a
+    /// stream is refused, because it would be taken for the end.
     #[inline]
     pub(crate) fn check(&self, header: Header, len: usize, written: bool) -> Result<(), Violation> {
         let is_stream = self.content == Content::Bytes;
@@ -78,7 +75,8 @@ impl Incoming {
         match kind {
             Kind::Data | Kind::Part => {
                 let bytes = self.bytes + len as u64;
-                // Bytes of a stream are no message, and a buffer limits them.
+                // The limit is for messages. The bytes of a stream are limited by the size of their
+                // buffer.
                 if bytes > self.max_message && self.content == Content::Messages {
                     return Err(Violation::TooLong { len: bytes, allowed: self.max_message });
                 }

@@ -1,23 +1,24 @@
 //! The message protocol of tokio-rdma without I/O, tasks, clocks or buffers.
 //!
+//! [`Protocol`](protocol::Protocol) checks what the peer sends, and decides what one end of a
+//! connection sends and when it ends. tokio-rdma posts the frames, moves the bytes and calls the
+//! wakers.
+//!
 //! ```text
-//!   protocol     one end of a connection: what it may send, what it must send, when it ends
-//!      ├─ lifecycle    phases of an end, as a table of transitions; end: why it ended
+//!   protocol           one end of a connection
+//!      ├─ lifecycle    its phases; end: why it ended
 //!      ├─ flow         credits, and the proof that two ends never wait for each other
 //!      │    └─ window  how receives change; frame: the header of each SEND
 //!      ├─ growth       when receives change
-//!      ├─ incoming     checks of received frames
-//!      ├─ framing      the length of frames, and the number of frames of a message
-//!      ├─ sending      the way of a message, and what senders and flushes wait for
+//!      ├─ incoming     checks of received frames beyond credits
+//!      ├─ framing      the length and the number of the frames of a message
+//!      ├─ sending      how a message is sent, and what senders and flushes wait for
 //!      └─ timers       deadlines
-//!   handshake    private data of the connection request; refusal: of a rejection
+//!   handshake          private data of a connection request; refusal: of a rejection
 //! ```
 //!
-//! [`Protocol`](protocol::Protocol) decides; tokio-rdma posts the frames, moves the bytes and calls
-//! the wakers. It checks everything that a peer sends.
-//!
-//! The crate is for tokio-rdma, which re-exports the types of [`handshake`], [`RefusalReason`] and
-//! [`Violation`]. The rest of its interface may change with any version.
+//! tokio-rdma re-exports the types of [`handshake`], [`RefusalReason`] and [`Violation`]. The rest
+//! of the interface may change with any version.
 //!
 //! [`RefusalReason`]: refusal::RefusalReason
 

@@ -1,6 +1,5 @@
-//! The lifecycle of one end of a connection, as a table of transitions.
-//!
-//! A running connection has a stage, too. Events without a drawn transition change nothing.
+//! The lifecycle of one end of a connection: its phase, and while it runs or fails, its stage.
+//! Events without a drawn transition change nothing.
 //!
 //! ```text
 //!  Running ── fail ───▶ Failing ── abort, terminate ──▶ Terminated ── queue pair closed ──▶ Closed
@@ -24,21 +23,20 @@
 //! | `Aborting` | no | no: messages are discarded | `Abort` |
 //!
 //! In `Lingering` and `Aborting` the application holds no handle. They last at most
-//! [`LINGER`](crate::timers::LINGER), or the time that a dropped stream has.
+//! [`LINGER`](crate::timers::LINGER), or for a dropped stream its own limit.
 //!
-//! Only [`transition`] changes a phase. Tests compare the drawing with every pair of phase and
-//! event, and `model.rs` explores all interleavings of two ends.
+//! Tests compare drawing and table with [`transition`], and `model.rs` explores all interleavings
+//! of two ends.
 
 use crate::end::{End, Reason};
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Phase<R> {
-    /// Frames are sent and received.
     Running(Stage),
-    /// An operation has failed, and with it the queue pair. Completions are polled to find the
-    /// first cause.
+    /// An operation has failed, and with it the queue pair. Its completions are polled for the
+    /// cause.
     Failing(Stage, R),
-    /// No more frames are sent or received, but the queue pair is not closed yet.
+    /// No more frames are sent or received.
     Terminated(Outcome<R>),
     Closed(Outcome<R>),
 }
@@ -55,8 +53,7 @@ pub enum Stage {
     Complete,
     /// The application neither sends nor receives.
     Closing,
-    /// A stream, or a connection dropped after all messages were received. It finishes as in
-    /// `Closing`.
+    /// Dropped after all messages were received, or a dropped stream. It finishes as in `Closing`.
     Lingering,
     /// Dropped before all messages were received. An `Abort` notifies the peer.
     Aborting,
@@ -65,33 +62,29 @@ pub enum Stage {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Outcome<R> {
     pub reason: R,
-    /// True if arrived messages can still be received.
+    /// Arrived messages can still be received.
     pub readable: bool,
 }
 
 /// An event that changes a phase.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Event<R> {
-    /// The application sends no more messages.
     Finish,
-    /// The application neither sends nor receives.
     Close,
-    /// `recv` has returned the end of the peer's messages.
     EndReceived,
     /// The last handle was dropped.
     Drop {
-        /// True if the peer has finished and no message is left.
+        /// The peer has finished and no message is left.
         at_end: bool,
     },
     Abort(R),
     Fail(R),
     /// The connection ends for another reason.
     Terminate(R),
-    /// The queue pair is closed.
     QueuePairClosed,
 }
 
-/// A side effect of a transition. The connection executes them in order.
+/// A side effect of a transition. The caller executes them in order.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Action {
     /// Sends an `Abort` if there is a credit.
@@ -100,13 +93,12 @@ pub enum Action {
     StopSending,
     /// Detaches all operations except receives, and drops unreadable messages.
     Release,
-    /// Like `Release`, but keeps a posted `Abort`, which the driver awaits.
+    /// Like `Release`, but keeps a posted `Abort`, for which the driver waits.
     ReleaseAllButAbort,
-    /// Deregisters unfetched messages.
+    /// Deregisters unfetched offers.
     ReleaseOffers,
-    /// Drops receives, which are complete unless the flush took too long.
+    /// Drops the receives, which have completed unless the flush took too long.
     ReleaseReceives,
-    /// Drops the connection manager's connection.
     ReleaseLink,
     WakeSenders,
     WakeReceivers,
@@ -117,8 +109,8 @@ pub enum Action {
 const FINISH: &[Action] = &[Action::WakeSenders];
 const CLOSE: &[Action] = &[Action::WakeSenders, Action::WakeReceivers];
 const DROP_BEFORE_END: &[Action] = &[Action::SendAbort];
-/// Offers stay registered until the queue pair is closed, here and after a drop. Otherwise the peer
-/// would report its refused READ as the reason.
+/// After an abort or a drop, offers stay registered until the queue pair is closed. Otherwise the
+/// peer would report its refused READ as the reason.
 const ABORT: &[Action] = &[
     Action::SendAbort,
     Action::StopSending,
@@ -206,11 +198,10 @@ fn next_stage<R>(stage: Stage, event: Event<R>) -> (Stage, &'static [Action]) {
     }
 }
 
-/// The reason why an end can send no more.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum NotOpen<R> {
     Finished,
-    /// The end was closed or has ended.
+    /// The application closed this end, or the connection has ended.
     Ended(R),
 }
 
@@ -226,7 +217,7 @@ impl<R: Reason> Phase<R> {
         self.outcome().map(|outcome| outcome.reason)
     }
 
-    /// Returns the cause of a failure as far as it is known.
+    /// Returns the cause of a failure, as far as it is known.
     pub fn failure(&self) -> Option<R> {
         match *self {
             Self::Failing(_, cause) => Some(cause),
@@ -234,12 +225,11 @@ impl<R: Reason> Phase<R> {
         }
     }
 
-    /// Returns true if an `Abort` notifies the peer of a drop.
     pub fn is_aborting(&self) -> bool {
         matches!(self, Self::Running(Stage::Aborting) | Self::Failing(Stage::Aborting, _))
     }
 
-    /// Returns true if only the peer's end is missing: in `close`, or after a drop.
+    /// Returns true if only the peer has to finish: in `close`, or after a drop.
     pub fn awaits_peer(&self) -> bool {
         matches!(self, Self::Running(Stage::Closing | Stage::Lingering))
     }
@@ -272,7 +262,7 @@ impl Stage {
         !matches!(self, Self::Closing | Self::Lingering | Self::Aborting)
     }
 
-    /// Returns true if a `Fin` follows what was sent.
+    /// Returns true if a `Fin` follows the last message.
     pub fn sends_fin(self) -> bool {
         matches!(self, Self::Finished | Self::Complete | Self::Closing | Self::Lingering)
     }

@@ -1,16 +1,5 @@
-//! The protocol of one end of a connection.
-//!
-//! ```text
-//!   frames received ─────────▶ on_frame ─┐                     ┌─▶ next_frame   `Ack`, `Fin`…
-//!   messages to send ────────▶ way ──────┤   Flow, Sending     ├─▶ abort_frame  `Abort`
-//!   receives reposted ───────▶ flow ─────┤   Incoming          ├─▶ flow         credits, offers
-//!   calls, failures ─────────▶ on ───────┼─▶ Framing           ├─▶ frames_of    of a message
-//!   last handle dropped ─────▶ abandon ──┤   Phase             ├─▶ awaited_send to watch
-//!                                        │                     ├─▶ actions      to execute
-//!   time ────────────────────▶ due ──────┘   Timers ───────────┴─▶ deadline
-//! ```
-//!
-//! The connection feeds it, posts its frames and executes its actions.
+//! The protocol of one end of a connection. The caller reports frames, events and time, posts the
+//! frames that it gets, and executes the actions.
 
 use std::time::{Duration, Instant};
 
@@ -30,11 +19,11 @@ use crate::window::{FIRST_SIZE, Resize, first_receives};
 #[derive(Debug, Clone, Copy)]
 pub struct Settings {
     pub content: Content,
-    /// The first receives, including the reserve.
+    /// The number of first receives, including the reserve.
     pub first_receives: u32,
     /// The maximum of receives, including the reserve.
     pub receives: u32,
-    /// True if the receives follow use.
+    /// True if the number and size of receives follow use.
     pub grows: bool,
     /// The longest accepted message, in bytes.
     pub max_message: u64,
@@ -44,20 +33,19 @@ pub struct Settings {
     pub eager: usize,
     /// The longest frame sent within its work request, in bytes.
     pub inline: usize,
-    /// The maximum of offered bytes. One message is always offered.
+    /// The maximum of offered bytes, except that one message may always be offered.
     pub max_offered: u64,
     pub times: Times,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Received {
-    /// The use of its receive and payload.
     pub arrival: Arrival,
-    /// The number of further offers that the peer has fetched.
+    /// The number of offers that the peer reports as fetched.
     pub fetched: u32,
 }
 
-/// The state of one end that depends only on frames, events and time.
+/// The state of one end. It depends only on frames, events and time.
 #[derive(Debug, Clone)]
 pub struct Protocol<R> {
     pub flow: Flow,
@@ -67,17 +55,16 @@ pub struct Protocol<R> {
     framing: Framing,
     growth: Growth,
     /// The maximum of the peer's receives, including those that it posts while it shrinks, and of
-    /// the bytes of each.
+    /// their size.
     peer_receives: (u32, u32),
     times: Times,
     phase: Phase<R>,
     timers: Timers,
-    /// The listener shuts down.
+    /// The listener shuts down, or the stream was dropped.
     draining: bool,
     peer_writes_in_vain: bool,
 }
 
-/// The effect of an expired deadline.
 #[derive(Debug)]
 pub enum Due {
     Frame(Header),
@@ -89,7 +76,7 @@ pub enum Due {
 }
 
 impl<R: Reason> Protocol<R> {
-    /// Creates the state before the peer is known.
+    /// Creates the state before [`set_peer`](Self::set_peer).
     pub fn new(settings: Settings) -> Self {
         let Settings { content, receives, max_message, frame, eager, times, .. } = settings;
         let Settings { first_receives, grows, inline, max_offered, .. } = settings;
@@ -129,7 +116,7 @@ impl<R: Reason> Protocol<R> {
         &self.framing
     }
 
-    /// Returns the lengths of frames for tests that change them.
+    /// Only for tests.
     #[doc(hidden)]
     pub fn framing_mut(&mut self) -> &mut Framing {
         &mut self.framing
@@ -151,7 +138,6 @@ impl<R: Reason> Protocol<R> {
         actions
     }
 
-    /// Applies the drop of the last handle.
     #[must_use]
     pub fn abandon(&mut self, at_end: bool) -> &'static [Action] {
         self.timers.set_dropped(LINGER);
@@ -159,7 +145,7 @@ impl<R: Reason> Protocol<R> {
     }
 
     /// Applies the drop of a stream's last handle. Written bytes are still sent, within `limit`, or
-    /// [`LINGER`] once the peer has everything.
+    /// within [`LINGER`] once the peer has everything.
     #[must_use]
     pub fn abandon_stream(&mut self, limit: Duration) -> &'static [Action] {
         self.draining = true;
@@ -169,13 +155,14 @@ impl<R: Reason> Protocol<R> {
         actions
     }
 
-    /// Shortens `close` for the shutdown of the listener.
+    /// Shortens `close` to [`LINGER`], once the peer has everything, because the listener shuts
+    /// down.
     pub fn drain(&mut self) {
         self.draining = true;
     }
 
-    /// Starts the linger timeout, on the first call after [`abandon`](Self::abandon) or while
-    /// [`is_linger_due`](Self::is_linger_due).
+    /// Starts the linger timeout if [`is_linger_due`](Self::is_linger_due), or on the first call
+    /// after [`abandon`](Self::abandon).
     pub fn linger(&mut self, now: impl FnOnce() -> Instant) {
         if self.is_linger_due() {
             self.draining = false;
@@ -184,14 +171,14 @@ impl<R: Reason> Protocol<R> {
         self.timers.linger(now);
     }
 
-    /// Returns true if the peer of a draining connection has received all messages.
+    /// Returns true if the connection drains and the peer has received all messages.
     pub fn is_linger_due(&self) -> bool {
         self.draining && self.phase.awaits_peer() && self.flow.peer_has_all()
     }
 
-    /// Processes a frame with this immediate data and `len` bytes of payload; `written` if a WRITE
-    /// carried it. Before the next frame is sent, its receive must be reposted, unless a message
-    /// keeps it, and fetched offers must be dropped.
+    /// Processes a frame with `len` bytes of payload; `written` if a WRITE carried it. Before the
+    /// next frame is sent, its receive must be reposted, unless a message keeps it, and fetched
+    /// offers must be dropped.
     #[inline]
     pub fn on_frame(
         &mut self,
@@ -216,7 +203,8 @@ impl<R: Reason> Protocol<R> {
             && self.content() == Content::Bytes
             && header.kind.is_message()
         {
-            // The header itself acknowledges the `Fin`.
+            // If this frame or an earlier one acknowledges the `Fin`, the peer knew of it when it
+            // sent this frame.
             self.peer_writes_in_vain |= self.flow.peer_has_all();
         }
         let arrival = self.incoming.add(header.kind, len)?;
@@ -231,20 +219,19 @@ impl<R: Reason> Protocol<R> {
         Ok(Received { arrival, fetched })
     }
 
-    /// Returns true if the peer has sent a message although it knew that the stream was dropped.
+    /// Returns true if the peer has sent bytes although it knew that the stream was dropped.
     #[inline]
     pub fn peer_writes_in_vain(&self) -> bool {
         self.peer_writes_in_vain
     }
 
-    /// Processes the region of an offer.
     pub fn on_offer(&mut self, addr: u64, len: u64) -> Result<(), Violation> {
         check_offer(addr, len, self.incoming.max_message())?;
         self.growth.note_offer(len, self.flow.unanswered());
         Ok(())
     }
 
-    /// Processes the payload of a `Resize`. Returns the size of the peer's next receives for
+    /// Processes the payload of a `Resize`. Returns the new size for
     /// [`limit_frames`](Self::limit_frames).
     pub fn on_resize(&mut self, payload: &[u8]) -> Result<u32, Violation> {
         let len = payload.len();
@@ -261,14 +248,14 @@ impl<R: Reason> Protocol<R> {
         Ok(size)
     }
 
-    /// Returns the longest payload, in bytes, of the frame that follows `ahead` others.
+    /// Returns the longest payload, in bytes, of the frame after the next `ahead` ones.
     #[inline]
     pub fn frame_len(&mut self, ahead: u32) -> usize {
         self.framing.frame_len(&self.flow, ahead)
     }
 
-    /// Returns the number of frames of a message of `len` bytes, with buffers for `most`; `None` if
-    /// the message must be offered.
+    /// Returns the number of frames of a message of `len` bytes, at most `most`; `None` if the
+    /// message must be offered.
     #[inline]
     pub fn frames_of(&mut self, len: usize, most: usize) -> Option<usize> {
         self.framing.frames_of(&self.flow, len, most)
@@ -281,9 +268,9 @@ impl<R: Reason> Protocol<R> {
         }
     }
 
-    /// Limits frames to receives of `size` bytes, or to the size that the peer announced last, and
-    /// messages to `buffers` frames. Both ends need buffers for the whole message, or it would wait
-    /// for ever.
+    /// Limits frames to `size` bytes, by default the size that the peer announced last, and
+    /// messages to `buffers` frames. A message for which an end has too few buffers would wait for
+    /// ever.
     pub fn limit_frames(&mut self, size: Option<u32>, buffers: usize) {
         let size = size.unwrap_or_else(|| {
             let next = self.flow.next_receive();
@@ -294,15 +281,15 @@ impl<R: Reason> Protocol<R> {
         self.framing.limit(size, frames);
     }
 
-    /// Returns true if [`next_frame`](Self::next_frame) certainly returns none. This is cheaper.
+    /// Returns true if [`next_frame`](Self::next_frame) certainly returns `None`. This check is
+    /// cheaper.
     #[inline]
     pub fn is_quiet(&self) -> bool {
         self.flow.is_quiet() && matches!(self.phase, Phase::Running(stage) if !stage.sends_fin())
     }
 
     /// Returns the next due `Fin`, `Resize` or `Ack`, which must be sent, with the payload of a
-    /// `Resize`. A `Fin` needs `all_sent`, which is true if everything written was sent; skips need
-    /// `may_skip`.
+    /// `Resize`. A `Fin` is due only if `all_sent`, a skip only if `may_skip`.
     #[inline]
     pub fn next_frame(
         &mut self,
@@ -329,7 +316,7 @@ impl<R: Reason> Protocol<R> {
             }
             return Some((self.flow.send(Kind::Ack), None));
         }
-        // Tested first: skips are rare.
+        // Tested first, because skips are rare.
         let skips = self.flow.skips() && may_skip();
         let skipped = if skips { self.flow.skip() } else { None };
         skipped.map(|header| (header, None))
@@ -348,22 +335,22 @@ impl<R: Reason> Protocol<R> {
         self.growth.receives()
     }
 
-    /// Returns true if [`growth`](Self::growth) may return more receives.
+    /// Returns false if [`growth`](Self::growth) certainly returns `None`.
     #[inline]
     pub fn may_grow(&self) -> bool {
         self.growth.is_wanted()
     }
 
-    /// Returns the number of longer receives to post, including the reserve. [`grow`](Self::grow)
-    /// or [`refuse_growth`](Self::refuse_growth) must follow.
+    /// Returns the number of receives to grow to, including the reserve. [`grow`](Self::grow) or
+    /// [`refuse_growth`](Self::refuse_growth) must follow.
     pub fn growth(&self) -> Option<u32> {
         let grows = self.growth.is_wanted() && self.phase.takes_messages() && self.may_resize();
         grows.then(|| self.growth.next())
     }
 
-    /// Announces the receives of [`growth`](Self::growth), of `size` bytes, and returns how many
-    /// must be posted now, from number `from` on. The peer skips the first ones; long ones are
-    /// kept.
+    /// Announces the receives of [`growth`](Self::growth), of `size` bytes, and returns how many of
+    /// them must be posted now, from number `from` on. The peer skips the first receives; long ones
+    /// are kept.
     #[must_use]
     pub fn grow(&mut self, from: u32, size: u32) -> u32 {
         let before = self.growth.receives();
@@ -373,18 +360,18 @@ impl<R: Reason> Protocol<R> {
         self.growth.receives() - kept
     }
 
-    /// Notes that the buffers of [`growth`](Self::growth) could not be registered. The next check
-    /// of the buffers tries again.
+    /// Notes that the buffers of [`growth`](Self::growth) could not be registered. The next
+    /// [`Due::Buffers`] permits another attempt.
     pub fn refuse_growth(&mut self) {
         self.growth.refuse();
     }
 
-    /// Returns true if the buffers need checks, because the receives may change.
+    /// Returns true if [`watch_idle`](Self::watch_idle) is needed, because the receives may change.
     pub fn watches_receives(&self) -> bool {
         self.growth.is_grown() || self.growth.is_refused()
     }
 
-    /// Returns the number of its first receives if this idle end may return to them.
+    /// Returns the number of first receives if this end may return to them.
     /// [`shrink`](Self::shrink) must follow.
     pub fn shrinkage(&self) -> Option<u32> {
         let is_free = self.flow.is_idle() && self.incomplete_frames() == 0;
@@ -392,14 +379,15 @@ impl<R: Reason> Protocol<R> {
         shrinks.then(|| self.growth.first())
     }
 
-    /// Returns to the first receives, posted from number `from` on. The peer skips those before.
+    /// Returns to the first receives, posted from number `from` on. The peer skips earlier ones.
     pub fn shrink(&mut self, from: u32) {
         let before = self.growth.receives();
         self.growth.shrink();
         self.resize(before, from, FIRST_SIZE);
     }
 
-    /// Replaces the oldest `number` of the first receives by as many, posted from number `from` on.
+    /// Makes the peer skip `number` more receives, for which as many first receives were posted,
+    /// from number `from` on.
     pub fn exchange(&mut self, number: u32, from: u32) {
         self.resize(number, from, FIRST_SIZE);
     }
@@ -420,12 +408,10 @@ impl<R: Reason> Protocol<R> {
         self.timers.watch_idle(now);
     }
 
-    /// Makes a `Ping` due like [`Timers::probe`].
     pub fn probe(&mut self, now: Instant) {
         self.timers.probe(now, self.flow.used_receives());
     }
 
-    /// Notes frames that answer a `Ping`, like [`Timers::note_answer`].
     pub fn note_answer(&mut self, now: impl FnOnce() -> Instant) -> bool {
         self.timers.note_answer(now, self.flow.used_receives())
     }
@@ -434,7 +420,6 @@ impl<R: Reason> Protocol<R> {
         self.timers.deadline()
     }
 
-    /// Returns the next effect of the deadlines expired at `now`.
     pub fn due(&mut self, now: Instant, observed: Observed) -> Option<Due> {
         while let Some(expired) = self.timers.expire(now, self.flow.used_receives(), observed) {
             match expired {

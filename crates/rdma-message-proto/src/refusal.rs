@@ -1,4 +1,4 @@
-//! Private data of a rejection, by a listener or its application.
+//! Private data of rejections, by a listener or its application.
 
 #![warn(missing_docs)]
 
@@ -34,7 +34,7 @@ impl RefusalReason {
         }
     }
 
-    /// Encodes the private data of a refusal: magic, version, kind, code, zero.
+    /// Encodes the private data: magic, version, kind, code, zero.
     pub fn encode(self) -> Vec<u8> {
         let code = match self {
             Self::ListenerFull => 1,
@@ -47,7 +47,7 @@ impl RefusalReason {
         [&Handshake::MAGIC[..], &[Handshake::VERSION, Self::KIND, code, 0]].concat()
     }
 
-    /// Decodes the private data of a refusal; `None` for other data.
+    /// Decodes private data; `None` if it is not a refusal.
     pub fn decode(private_data: &[u8]) -> Option<Self> {
         let (magic, rest) = private_data.split_first_chunk::<4>()?;
         let [Handshake::VERSION, Self::KIND, code, padding @ ..] = rest else { return None };
@@ -91,8 +91,7 @@ impl fmt::Display for RefusalReason {
 /// The maximum of private data in a rejection, in bytes.
 pub const MAX_REJECT_DATA: usize = 148;
 
-/// An application's rejection with user data. It includes their length because private data is
-/// padded.
+/// An application's rejection with user data.
 ///
 /// ```text
 ///  0        4         5      6          7
@@ -102,7 +101,7 @@ pub const MAX_REJECT_DATA: usize = 148;
 /// ```
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Rejection<'a> {
-    /// The answer of the application.
+    /// User data.
     pub user_data: &'a [u8],
 }
 
@@ -125,7 +124,7 @@ impl<'a> Rejection<'a> {
         Some(bytes)
     }
 
-    /// Decodes a rejection; `None` for other private data.
+    /// Decodes private data; `None` if it is not a rejection.
     pub fn decode(private_data: &'a [u8]) -> Option<Self> {
         let (magic, rest) = private_data.split_first_chunk::<4>()?;
         let (&[version, kind, user_len, zero], rest) = rest.split_first_chunk()?;

@@ -1,21 +1,19 @@
-//! Decides how a message is sent, what a sender waits for, and which sends are awaited.
-
 use crate::end::Reason;
 use crate::frame::Kind;
 use crate::protocol::Protocol;
 
 #[derive(Debug, Clone)]
 pub struct Sending {
-    /// Frames whose sends have completed, which happens in order.
+    /// The number of frames whose sends have completed. They complete in order.
     completed: u64,
     in_flight: usize,
     offers_made: u64,
     offers_fetched: u64,
-    /// Bytes of the offers that the peer has not fetched, and their maximum.
+    /// The bytes of offers that the peer has not fetched, and their maximum.
     offered: u64,
     max_offered: u64,
     inline: usize,
-    /// The length and the number of the last frames in a row that filled a receive.
+    /// The size of receives, and how many of the last frames have filled one without a break.
     full: (usize, u32),
 }
 
@@ -27,11 +25,11 @@ pub struct FlushPoint {
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Way {
-    /// As one frame within its work request.
+    /// One frame within its work request.
     Inline,
-    /// As this number of frames with buffers.
+    /// This number of frames with buffers.
     Frames(usize),
-    /// As an offer, which the peer reads.
+    /// An offer, which the peer READs.
     Offer,
 }
 
@@ -39,9 +37,9 @@ pub enum Way {
 pub enum Blocked {
     Credits(u32),
     Buffers(usize),
-    /// Fetches of other messages before one of this number of bytes is offered.
+    /// Offers must be fetched before a message of this length can be offered.
     Memory(u64),
-    /// Held bytes that must be sent first.
+    /// Held bytes must be sent first.
     Held,
 }
 
@@ -51,13 +49,12 @@ impl Default for Blocked {
     }
 }
 
-/// What the owner knows about its sends.
+/// The state of the caller's sends, for [`awaited_send`](Protocol::awaited_send).
 #[derive(Debug, Clone, Copy)]
 pub struct Waits {
     pub holds: bool,
-    /// No receive is posted.
     pub is_deaf: bool,
-    /// The earliest point that a flush waits for.
+    /// The earliest point for which a flush waits.
     pub flush: Option<FlushPoint>,
     pub wants_buffers: bool,
 }
@@ -76,7 +73,6 @@ impl Sending {
         }
     }
 
-    /// Returns the longest payload within a work request, in bytes.
     #[inline]
     pub fn inline(&self) -> usize {
         self.inline
@@ -97,8 +93,7 @@ impl Sending {
         self.in_flight += 1;
     }
 
-    /// Notes that the bytes of the last frame filled a receive of `len` bytes, or that they did
-    /// not.
+    /// Notes whether the last frame filled a receive of `len` bytes.
     #[inline]
     pub fn note_full(&mut self, len: usize, is_full: bool) {
         let before = if self.full.0 == len { self.full.1 } else { 0 };
@@ -111,7 +106,7 @@ impl Sending {
         self.completed += 1;
     }
 
-    /// Forgets all frames in flight except the newest `kept`, because the connection has ended.
+    /// Forgets all frames in flight but `kept`, because the connection has ended.
     pub fn detach(&mut self, kept: usize) {
         self.in_flight = kept;
     }
@@ -126,7 +121,6 @@ impl Sending {
         self.offers_fetched += 1;
     }
 
-    /// One offer is always permitted.
     fn may_offer(&self, len: u64) -> bool {
         self.offers_made == self.offers_fetched || self.offered + len <= self.max_offered
     }
@@ -141,7 +135,6 @@ impl Sending {
         self.completed >= point.frames && self.offers_fetched >= point.offers
     }
 
-    /// Limits the offers, for tests.
     #[doc(hidden)]
     pub fn limit_offers(&mut self, max_offered: u64) {
         self.max_offered = max_offered;
@@ -149,7 +142,7 @@ impl Sending {
 }
 
 impl<R: Reason> Protocol<R> {
-    /// Returns how a message of `len` bytes is sent with `buffers` for frames, or what it waits
+    /// Returns how a message of `len` bytes is sent, in at most `buffers` frames, or what it waits
     /// for.
     #[inline]
     pub fn way(&mut self, len: u64, buffers: usize) -> Result<Way, Blocked> {
@@ -172,8 +165,7 @@ impl<R: Reason> Protocol<R> {
         if self.sending.may_offer(len) { Ok(Way::Offer) } else { Err(Blocked::Memory(len)) }
     }
 
-    /// Returns true if a sender that waits for `blocked` can try again. `has_buffers` returns
-    /// whether a number of buffers is available.
+    /// Returns true if a sender that waits for `blocked` can try again.
     pub fn is_unblocked(
         &self,
         blocked: Blocked,
@@ -190,21 +182,21 @@ impl<R: Reason> Protocol<R> {
         }
     }
 
-    /// Returns true if `len` held bytes need only a credit: they fill a frame or their buffer, no
-    /// frame is in flight, or the application sends no more.
+    /// Returns true if `len` held bytes are sent as soon as there is a credit: they fill a frame or
+    /// their buffer, no frame is in flight, or the application has finished.
     pub fn sends_held(&mut self, len: usize, is_full: bool) -> bool {
         let finishes = self.phase().check_open().is_err();
         is_full || finishes || self.sending.in_flight == 0 || len >= self.frame_len(0)
     }
 
-    /// Returns true if the peer is known to have `bytes` bytes that its application has not read.
+    /// Returns true if the peer certainly has `bytes` bytes that its application has not read.
     pub fn has_unread(&self, bytes: usize) -> bool {
         let (len, number) = self.sending.full;
         len * self.flow.in_use().min(number) as usize >= bytes
     }
 
-    /// Returns which send in flight is awaited, counted from the oldest. `last_in_place` is the
-    /// last one with a buffer of the application.
+    /// Returns the send in flight whose completion must wake the driver, counted from the oldest.
+    /// `last_in_place` returns the last one with a buffer of the application.
     #[inline]
     pub fn awaited_send(
         &self,
@@ -222,7 +214,7 @@ impl<R: Reason> Protocol<R> {
             return (before <= last as u64).then_some(before as usize);
         }
         if waits.wants_buffers {
-            // About half: the first one would wake the driver for every frame.
+            // The middle one, because the first one would wake the driver for every frame.
             return Some(self.sending.in_flight / 2);
         }
         last_in_place()

@@ -1,28 +1,25 @@
-//! Deadlines of a connection. Time is an argument.
-
 use std::time::{Duration, Instant};
 
 use crate::end::End;
 
-/// The limit for the last exchange with the peer after a drop or abort, and for the flush of the
-/// queue pair. Both normally take less than a millisecond.
+/// The time for the last exchange with the peer after a drop or abort, and for the flush of the
+/// queue pair. Both usually take less than a millisecond.
 pub const LINGER: Duration = Duration::from_secs(1);
 
 #[derive(Debug, Clone, Copy, Default)]
 pub struct Times {
-    /// The time without frames of the peer after which a `Ping` is due, and the time to answer it.
+    /// The time without frames after which a `Ping` is due, and the time to answer it.
     pub keepalive: Option<(Duration, Duration)>,
-    /// How long a sender waits while nothing is sent.
+    /// How long a sender may wait while nothing is sent.
     pub stall: Option<Duration>,
     pub first_message: Option<Duration>,
     /// The time without messages after which an end is idle.
     pub shrink: Duration,
 }
 
-/// The state at the check of expired deadlines.
 #[derive(Debug, Clone, Copy)]
 pub struct Observed {
-    /// Messages sent, if a task waits to send.
+    /// The number of messages sent, if a task waits to send.
     pub stalled_at: Option<u64>,
     /// A message has arrived or was offered.
     pub message_seen: bool,
@@ -33,10 +30,7 @@ pub struct Observed {
 #[derive(Debug, PartialEq, Eq)]
 pub enum Expired {
     Silence,
-    Buffers {
-        /// True if no message was sent or received since the last check.
-        idle: bool,
-    },
+    Buffers { idle: bool },
     Terminate(End),
 }
 
@@ -48,13 +42,12 @@ pub struct Timers {
     arrived: u32,
     pinged: bool,
     stall: Option<Instant>,
-    /// Messages sent when a waiting task was found, and the start of the standstill.
+    /// The number of messages sent when a waiting task was first found, and that time.
     stalled: Option<(u64, Instant)>,
     first_message: Option<Instant>,
     idle: Option<Instant>,
     messages: u64,
-    /// The last handle was dropped, or the peer of a draining connection has everything, and
-    /// `linger` is not set yet.
+    /// The linger timeout, until [`linger`](Self::linger) starts it.
     dropped: Option<Duration>,
     linger: Option<Instant>,
 }
@@ -90,37 +83,35 @@ impl Timers {
         }
     }
 
-    /// Lets the next [`linger`](Self::linger) start the linger timeout.
     pub fn set_dropped(&mut self, limit: Duration) {
         self.dropped = Some(limit);
     }
 
-    /// Starts the linger timeout on the first call after `set_dropped`. The driver calls it after
-    /// posting the last frame, so that a busy runtime does not shorten the time for retransmission.
+    /// Starts the linger timeout on the first call after [`set_dropped`](Self::set_dropped). The
+    /// driver calls this after it has posted the last frame, so that a busy runtime does not
+    /// shorten the time for retransmission.
     pub fn linger(&mut self, now: impl FnOnce() -> Instant) {
         if let Some(limit) = self.dropped.take() {
             self.linger = now().checked_add(limit);
         }
     }
 
-    /// Begins to watch for messages unless it already does.
     pub fn watch_idle(&mut self, now: impl FnOnce() -> Instant) {
         if self.idle.is_none() {
             self.idle = now().checked_add(self.times.shrink);
         }
     }
 
-    /// Makes a `Ping` due now, after `arrived` frames, unless one is unanswered or `keepalive` is
-    /// off.
+    /// Makes a `Ping` due now, unless one is unanswered or `keepalive` is off.
     pub fn probe(&mut self, now: Instant, arrived: u32) {
         if self.silence.is_some() && !self.pinged {
             (self.silence, self.arrived) = (Some(now), arrived);
         }
     }
 
-    /// Makes the next `Ping` due an interval after frames that arrived since the last one, because
-    /// the loss of a peer that has answered would otherwise be found only after `timeout`. Returns
-    /// true if the deadline has changed.
+    /// Makes the next `Ping` due an interval after an answer to the last one. Otherwise it would be
+    /// due only when the time to answer is over, and the loss of the peer would be found late.
+    /// Returns true if the deadline has changed.
     pub fn note_answer(&mut self, now: impl FnOnce() -> Instant, arrived: u32) -> bool {
         if !self.pinged || arrived == self.arrived {
             return false;
@@ -135,7 +126,6 @@ impl Timers {
         times.into_iter().flatten().min()
     }
 
-    /// Returns the next effect of an expired deadline.
     pub fn expire(&mut self, now: Instant, arrived: u32, observed: Observed) -> Option<Expired> {
         let is_due = |time: Option<Instant>| time.is_some_and(|time| time <= now);
         if let (true, Some((interval, patience))) = (is_due(self.silence), self.times.keepalive) {

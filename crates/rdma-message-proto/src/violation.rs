@@ -35,7 +35,7 @@ pub enum Violation {
         /// Messages offered.
         offered: u32,
     },
-    /// Receives of unfetched messages announced.
+    /// The receives of unfetched offers announced.
     Unfetched {
         /// Receives still in use.
         in_use: u32,
@@ -56,7 +56,7 @@ pub enum Violation {
         /// Limit in bytes.
         allowed: u64,
     },
-    /// Another frame within a message of several.
+    /// Another frame within a message of several frames.
     Incomplete {
         /// Bytes of the message that have arrived.
         len: u64,

@@ -1,12 +1,11 @@
 //! The number and size of an end's receives, and how the peer learns of changes.
 //!
-//! `growth.rs` decides when the receives change. An end posts new receives before it announces them
-//! with a `Resize` frame. Posted receives cannot be taken back, so the `Resize` asks the peer to
-//! skip those of another length: the peer sends a `Resize` without payload for each, which uses it
-//! up.
+//! An end posts new receives before it announces them with a `Resize` frame. Posted receives cannot
+//! be taken back, so the `Resize` asks the peer to skip receives of another size. The peer uses up
+//! each of them by a `Resize` without payload.
 //!
-//! The device uses receives in the order of posting. Both ends count them from the start of the
-//! connection, so that the peer knows the size of the receive for each frame:
+//! The device uses receives in the order of posting. Both ends number them from the start of the
+//! connection, so the peer knows the size of the receive for each frame:
 //!
 //! ```text
 //!   receive        0 … 7    8 … 11   12 …
@@ -17,16 +16,16 @@
 use crate::Violation;
 use crate::flow::RESERVE;
 
-/// The receives for messages of an idle end: a request, the next one and two notifications.
+/// The receives for messages of an idle end: two requests and two notifications.
 pub const FIRST_MESSAGES: u32 = 4;
 
-/// The bytes of each. With the reserve and two spare buffers, they fit a page.
+/// The size of the first receives. With the reserve and two spare buffers, they fit a page.
 pub const FIRST_SIZE: u32 = 384;
 
-/// A change of receives. Encoded as four big-endian numbers of 32 bits, in this order.
+/// A change of receives, encoded as four big-endian numbers of 32 bits in this order.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct Resize {
-    /// The receives from now on, including the reserve and the number to skip.
+    /// The receives from now on, including the reserve and the receives to skip.
     pub receives: u32,
     /// The receives that the peer must skip.
     pub skip: u32,
@@ -61,7 +60,7 @@ impl Resize {
 #[derive(Debug, Clone, Copy)]
 pub struct Sizes {
     size: u32,
-    /// The number of the first receive of another size, and that size.
+    /// The first receive of another size, and that size.
     change: Option<(u32, u32)>,
 }
 
@@ -70,7 +69,7 @@ impl Sizes {
         Self { size, change: None }
     }
 
-    /// Returns the size of unused receive `number`.
+    /// Returns the size of receive `number`, which is not used yet.
     pub fn at(&self, number: u32) -> u32 {
         match self.change {
             Some((from, size)) if is_reached(number, from) => size,
@@ -78,7 +77,7 @@ impl Sizes {
         }
     }
 
-    /// Forgets a change that lies before receive `next`.
+    /// Applies a change that receive `next` has reached.
     pub fn settle(&mut self, next: u32) {
         if let Some((from, size)) = self.change
             && is_reached(next, from)
@@ -95,8 +94,8 @@ impl Sizes {
         self.change.is_none()
     }
 
-    /// Records a change of the peer whose next frame uses receive `next`. The size of a used
-    /// receive must not change, and that of others only once.
+    /// Records a change; the next frame uses receive `next`. The size of a used receive must not
+    /// change, and another change of size must not be pending.
     pub fn change(&mut self, resize: Resize, next: u32) -> Result<(), Violation> {
         self.settle(next);
         if resize.size == self.size && self.change.is_none() {
@@ -111,12 +110,12 @@ impl Sizes {
     }
 }
 
-/// Both numbers wrap, and differ by less than 2^31.
+/// Requires that the numbers, which wrap, differ by less than 2^31.
 fn is_reached(number: u32, from: u32) -> bool {
     number.wrapping_sub(from) < 1 << 31
 }
 
-/// Returns the first receives, including the reserve, of an end that permits `receives`.
+/// Returns the number of first receives of an end with up to `receives`. Both include the reserve.
 pub fn first_receives(receives: u32) -> u32 {
     receives.min(RESERVE + FIRST_MESSAGES)
 }

@@ -12,9 +12,9 @@
 //!  work fails ─▶ taken from its peer ─▶ all flushed ─▶ repaired ─▶ idle, or set aside
 //! ```
 //!
-//! Lock order: pool state, peer state (two at once only under the pool state), gate of an
-//! initiator, queues of the engine. An operation whose peer has an initiator locks only the peer.
-//! Wakers are called after the last lock is released.
+//! Lock order: pool state, peer state (two at a time only while the pool state is locked), gate of
+//! an initiator, queues of the engine. An operation whose peer has an initiator locks only the
+//! peer. Wakers are called after the last lock is released.
 
 use std::collections::VecDeque;
 use std::sync::atomic::{AtomicU32, AtomicU64, AtomicUsize, Ordering};
@@ -40,7 +40,7 @@ pub(super) struct Core {
     pub(super) waited: AtomicU64,
     pub(super) repairs: AtomicU64,
     pub(super) failed_repairs: AtomicU64,
-    /// Advances the pool when an awaited initiator is idle, and when work fails.
+    /// Advances the pool when work fails, or when an awaited initiator is idle.
     advance_waker: Waker,
 }
 
@@ -48,7 +48,7 @@ pub(super) struct Member {
     pub(super) initiator: DcInitiator,
     repaired_failures: AtomicU32,
     last_used: AtomicU64,
-    /// Locked during repair and by posts to a shared initiator, which no owner's lock protects.
+    /// Locked during repair, and by posts to a shared initiator, which no peer's lock protects.
     pub(super) gate: Mutex<()>,
 }
 
@@ -71,7 +71,7 @@ impl Member {
 #[derive(Default)]
 pub(super) struct State {
     assignments: Vec<Assignment>,
-    /// Contains peers without a waiting operation, too.
+    /// May contain peers whose waiting operations were all dropped.
     wait_queue: VecDeque<Weak<Peer>>,
     abandoned: usize,
     closed: bool,
@@ -98,15 +98,15 @@ impl State {
 struct Assignment {
     owner: Weak<Peer>,
     health: Health,
-    /// True if the peer has used its quota. Its new operations wait until the initiator is
-    /// reassigned or the wait queue is empty.
+    /// The peer has used its quota. Its new operations wait until the initiator is reassigned or
+    /// the wait queue is empty.
     recalled: bool,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Health {
     Sound,
-    /// Repaired when all work is flushed.
+    /// To be repaired when all work is flushed.
     Broken,
     Repairing,
     Failed(OpErrorKind),
@@ -194,12 +194,12 @@ impl Core {
         self.quota().is_some()
     }
 
-    /// Returns true if a peer should yield its initiator before an operation or another lease
+    /// Returns true if a peer must yield its initiator before another operation or lease
     /// (`for_lease`).
     #[inline]
     pub(super) fn must_yield(&self, own: &PeerState, for_lease: bool) -> bool {
-        // Operations under a lease do not yield, because the initiator would stay leased; chained
-        // leases must, or they would never end.
+        // Operations under a lease do not yield, because the initiator would stay leased. Further
+        // leases must yield, or leases that overlap could keep the initiator for ever.
         self.queued_peers.load(Ordering::Relaxed) > 0
             && (for_lease || own.leases == 0)
             && self.quota().is_some_and(|quota| own.used >= quota)
@@ -230,8 +230,8 @@ impl Core {
         self.advance(self.state.lock());
     }
 
-    /// Compacts the queue when half of the queued peers have no waiting operation any more, because
-    /// any number may be queued behind one that waits for long.
+    /// Compacts the wait queue when half of its peers have no waiting operation any more. Otherwise
+    /// any number of them could collect behind a peer that waits for long.
     #[cold]
     pub(super) fn peer_abandoned(&self) {
         let mut state = self.state.lock();
@@ -249,7 +249,7 @@ impl Core {
         self.advance(state);
     }
 
-    /// Returns true if `peer`, which has no waiting operation, may post at once.
+    /// Returns true if `peer` may post at once.
     pub(super) fn assign_now(&self, state: &mut State, peer: &Arc<Peer>, for_lease: bool) -> bool {
         let mut own = peer.state.lock();
         if state.closed || own.has_waiting() {
@@ -260,9 +260,9 @@ impl Core {
             if !self.members[at].is_sound() || assignment.recalled {
                 return false;
             }
-            // Once as many initiators are recalled as peers wait, recalling more only stops work.
-            // But the recalled ones may never become idle, so a peer continues up to twice its
-            // quota only.
+            // Once as many initiators are recalled as peers wait, recalling more would only stop
+            // work. But recalled initiators may never become idle, so a peer continues only up to
+            // twice its quota.
             let recalled =
                 state.assignments.iter().filter(|assignment| assignment.recalled).count();
             let goes_on = || {
@@ -305,8 +305,7 @@ impl Core {
         self.waited.fetch_add(1, Ordering::Relaxed);
     }
 
-    /// Detects failures, serves the wait queue, resumes recalled peers and repairs. Arms wakers for
-    /// the rest.
+    /// Makes all progress that is possible now, and arms wakers for the rest.
     pub(super) fn advance<'a>(&'a self, mut state: MutexGuard<'a, State>) {
         loop {
             self.detect_failures(&mut state);
@@ -340,7 +339,7 @@ impl Core {
                 continue;
             }
             let health = if !member.queue().is_open() {
-                // Its work in flight may never complete.
+                // Not `Broken`, because its work in flight may never complete.
                 Health::Failed(self.kind_of(SetupError::Closed))
             } else if state.assignments[at].health == Health::Sound && !member.is_sound() {
                 Health::Broken
@@ -381,8 +380,8 @@ impl Core {
         true
     }
 
-    /// Returns the least recently used of the free or idle initiators, or of shared ones the one
-    /// with the least work.
+    /// Returns the least recently used of the idle initiators, or if they are shared, the one with
+    /// the least work.
     fn pick(&self, state: &mut State) -> Option<usize> {
         let sound = |&at: &usize| {
             state.assignments[at].health == Health::Sound && self.members[at].is_sound()
@@ -402,7 +401,7 @@ impl Core {
 
     fn reclaim(&self, state: &mut State, at: usize) -> bool {
         let (assignment, member) = (&mut state.assignments[at], &self.members[at]);
-        // Idle is checked first: a failure is counted before it makes the queue idle.
+        // Idle is checked first, because a failure is counted before it makes the queue idle.
         let is_free = || member.queue().is_idle() && member.is_sound();
         let Some(owner) = assignment.owner.upgrade() else { return is_free() };
         let mut own = owner.state.lock();
@@ -474,11 +473,11 @@ impl Core {
         broken
     }
 
-    /// Holds no lock of the pool, so that peers with other initiators continue.
+    /// Must not be called with a lock of the pool, so that peers with other initiators continue.
     fn repair(&self, at: usize) -> Health {
         let member = &self.members[at];
         let _gate = member.gate.lock();
-        // Needed in any state: after a failure the error state may be still to come.
+        // Not only in the error state, which may follow the reported failure.
         if let Err(error) = member.initiator.reset() {
             let kind = self.kind_of(error);
             self.failed_repairs.fetch_add(1, Ordering::Relaxed);

@@ -22,18 +22,16 @@ use crate::verbs::ProtectionDomain;
 pub enum DcPolicy {
     /// An initiator has work in flight for one peer only, so an error affects only that peer.
     ///
-    /// An idle initiator moves to a peer that needs one. If none is idle, peers wait in FIFO order.
-    /// A peer that has begun `quota` operations then yields to the first waiting peer and queues at
-    /// the end.
+    /// An idle initiator moves to a peer that needs one. If none is idle, peers wait in FIFO order,
+    /// and a peer that has begun `quota` operations yields to the first one.
     Exclusive {
-        /// The number of operations, at least 1. A batch counts as one.
+        /// Operations, at least 1. A batch counts as one.
         quota: u32,
     },
-    /// An initiator serves any number of peers; no peer waits for one.
+    /// An initiator serves any number of peers, so no peer waits. An error of one operation flushes
+    /// all operations on the initiator, including those of other peers.
     ///
     /// A peer with nothing in flight switches from a busy initiator to the one with the least work.
-    /// An error of one operation flushes all operations on the initiator, including those of other
-    /// peers.
     Shared,
 }
 
@@ -79,16 +77,13 @@ impl Default for DcPolicy {
 /// # }
 /// ```
 ///
-/// A peer costs its address and an address handle.
-///
 /// # Errors
 ///
-/// When an operation completes with an error, its initiator is repaired once the remaining work is
-/// flushed, even if all futures are dropped. Other initiators and waiting operations are not
-/// affected.
+/// When an operation completes with an error, the pool repairs its initiator once the remaining
+/// work is flushed. Other initiators and waiting operations are not affected.
 ///
 /// A failed repair is tried again when an operation finds no other initiator. If all repairs fail,
-/// so do this operation and all waiting ones, with
+/// all waiting operations fail with
 /// [`OpErrorKind::CompletionQueue`](crate::OpErrorKind::CompletionQueue) or
 /// [`Post`](crate::OpErrorKind::Post).
 ///
@@ -112,8 +107,8 @@ impl DcPool {
         }
     }
 
-    /// Creates a peer, whose clones share an order of operations. A second peer from the same
-    /// address is independent.
+    /// Creates a peer, which costs its address and an address handle. Operations of two peers with
+    /// the same address have no order.
     ///
     /// # Errors
     ///
@@ -154,8 +149,8 @@ impl DcPool {
     /// Closes the pool.
     ///
     /// Waiting and later operations fail with [`OpErrorKind::Closed`](crate::OpErrorKind::Closed).
-    /// Operations in flight are flushed or fail likewise, so await important ones first. Afterwards
-    /// the device accesses none of their buffers.
+    /// Operations in flight are flushed or fail with the same error, so await important ones first.
+    /// Afterwards the device accesses none of their buffers.
     pub fn close(&self) {
         self.core.close();
     }
@@ -197,8 +192,8 @@ pub struct DcPoolBuilder {
 }
 
 impl DcPoolBuilder {
-    /// Sets the number of initiators; 4 by default. The completion queue must hold all their send
-    /// queues.
+    /// Sets the number of initiators; 4 by default. The completion queue must have free entries for
+    /// all their send queues.
     #[must_use]
     pub fn initiators(mut self, count: usize) -> Self {
         self.initiators = count;
@@ -212,7 +207,7 @@ impl DcPoolBuilder {
         self
     }
 
-    /// Configures all initiators: sizes, timeouts, MTU, port.
+    /// Configures all initiators.
     #[must_use]
     pub fn initiator(
         mut self,
@@ -222,7 +217,7 @@ impl DcPoolBuilder {
         self
     }
 
-    /// Creates the pool, with all initiators ready to send.
+    /// Creates the pool.
     ///
     /// # Errors
     ///

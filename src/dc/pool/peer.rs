@@ -16,8 +16,8 @@ use crate::engine::WorkQueue;
 use crate::error::{CompletionError, OpError, OpErrorKind, TryError};
 use crate::op::{Destination, Poster};
 
-/// A peer leaves a shared initiator only for one with this many fewer work requests: a switch costs
-/// a connection.
+/// A peer leaves a shared initiator only for one with this many fewer work requests, because a
+/// switch costs a connection.
 const REBALANCE_MARGIN: usize = 8;
 
 pub(super) struct Peer {
@@ -28,11 +28,11 @@ pub(super) struct Peer {
 
 #[derive(Default)]
 pub(super) struct PeerState {
-    /// The index of the initiator plus 1, in few bytes because there may be very many peers.
+    /// The index of the initiator plus 1. It takes few bytes, because there may be very many peers.
     assignment: Option<NonZero<u32>>,
     pub(super) used: u32,
     pub(super) leases: u32,
-    /// Counts changes of the assignment: a lease is valid within its epoch.
+    /// Counts changes of the assignment. A lease is valid within its epoch.
     epoch: u64,
     /// The position behind the peer's last work on a shared initiator.
     mark: u32,
@@ -127,7 +127,6 @@ impl Peer {
         Grant { to: member.initiator.destination(&self.to), member, own }
     }
 
-    /// `for_lease`: see [`must_yield`](super::core::Core::must_yield).
     fn submit<F, W>(self: &Arc<Self>, for_lease: bool, work: W) -> PooledOperation<F>
     where
         F: Send + 'static,
@@ -222,13 +221,14 @@ impl Peer {
     }
 }
 
-/// A peer of a [`DcPool`](super::DcPool), on any of its initiators. Clones refer to the same peer.
+/// A peer of a [`DcPool`](super::DcPool). Clones refer to the same peer.
 ///
-/// Operations work like those of [`DcInitiator::to`](super::DcInitiator::to). Without an initiator,
-/// an operation is queued, and posted when the peer gets one, even if it is not polled.
+/// Operations work like those of [`DcInitiator::to`](super::DcInitiator::to). If the peer has no
+/// initiator, an operation waits in a queue, and is posted when the peer gets one, even if the
+/// future is not polled.
 ///
-/// Operations are posted in call order over all clones, and arrive in that order on one initiator.
-/// Operations called before a failure was seen are flushed, or executed on a repaired initiator in
+/// Operations are posted in the order of the calls, over all clones. After a failure, operations
+/// that were called before the pool noticed it are flushed, or executed on a repaired initiator in
 /// undefined order. Use [`borrow`](Self::borrow) for a sequence that must end with its first
 /// failure.
 #[derive(Clone)]
@@ -242,17 +242,15 @@ impl DcPoolPeer {
         Self { peer }
     }
 
-    /// Returns the target, also for initiators outside the pool.
+    /// Returns the target, which initiators outside the pool can also use.
     #[must_use]
     pub fn peer(&self) -> &DcPeer {
         &self.peer.to
     }
 
     /// Returns true if work of this peer has failed in flight, or if the pool was closed. The
-    /// target may have moved: make another peer from a current address, as a
+    /// target may have moved, so make another peer from a current address, as a
     /// [`PeerSet`](crate::peers::PeerSet) does.
-    ///
-    /// In a [shared](super::DcPolicy::Shared) pool, all peers of the same initiator fail with it.
     #[must_use]
     pub fn has_failed(&self) -> bool {
         let core = &self.peer.core;
@@ -267,14 +265,14 @@ impl DcPoolPeer {
 
     /// Leases an initiator for a burst of operations to this peer, until the lease is dropped.
     ///
-    /// Treat the lease like a lock: a task with a lease that awaits another lease, or an operation
+    /// Treat the lease like a lock: a task that holds one and awaits another lease, or an operation
     /// to another peer, deadlocks if all initiators are leased. Other operations to this peer use
-    /// the leased initiator too, but stay behind earlier calls of `borrow`.
+    /// the leased initiator too, but wait behind earlier calls of `borrow`.
     ///
     /// # Errors
     ///
-    /// The future fails with [`OpErrorKind::Closed`] if the pool is closed, or with the error of
-    /// the repair if no initiator can be repaired.
+    /// [`OpErrorKind::Closed`] if the pool is closed, or the error of the repair if no initiator
+    /// can be repaired.
     ///
     /// # Cancel safety
     ///
@@ -352,9 +350,8 @@ impl fmt::Debug for DcPoolPeer {
 /// An initiator of a [`DcPool`](super::DcPool), leased to one peer. Its operations work like those
 /// of [`DcInitiator::to`](super::DcInitiator::to).
 ///
-/// Once any operation on the initiator fails, all later operations of the lease fail as flushed
-/// ([`WR_FLUSH_ERR`](crate::types::WcStatus::WR_FLUSH_ERR)). The initiator is repaired meanwhile,
-/// for a new lease.
+/// Once any operation on the initiator has failed, all later operations of the lease fail as
+/// flushed ([`WR_FLUSH_ERR`](crate::types::WcStatus::WR_FLUSH_ERR)).
 pub struct DcLease {
     peer: Arc<Peer>,
     at: usize,
@@ -433,7 +430,7 @@ impl fmt::Debug for DcLease {
 ///
 /// # Cancel safety
 ///
-/// As for [`DcPoolPeer::borrow`].
+/// See [`DcPoolPeer::borrow`].
 #[derive(Debug)]
 pub struct PendingDcLease {
     lease: Option<Result<DcLease, OpErrorKind>>,

@@ -13,13 +13,13 @@ use crate::clock;
 use crate::error::OpErrorKind;
 use crate::op::{Revocable, Within, Work as PostedWork};
 
-/// An operation `F` ([`Write`](crate::op::Write), [`Read`](crate::op::Read), …) that may wait for
-/// an initiator, see [`DcPoolPeer`](super::DcPoolPeer).
+/// An operation `F`, such as a [`Write`](crate::op::Write), of a [`DcPoolPeer`](super::DcPoolPeer).
+/// It may wait for an initiator.
 ///
 /// # Cancel safety
 ///
-/// Dropping it before it is posted sends nothing and drops its buffers. Dropping it later does not
-/// cancel the operation, see [`Operation`](crate::op::Operation).
+/// Dropping it before it is posted sends nothing. Dropping it later does not cancel the operation,
+/// as with [`Operation`](crate::op::Operation).
 ///
 /// # Panics
 ///
@@ -66,24 +66,23 @@ impl<F: Future + Unpin> Future for PooledOperation<F> {
 }
 
 impl<F: Revocable + Send> PooledOperation<F> {
-    /// Limits the operation to `limit` from now. The deadline revokes it: see [`Within`].
+    /// Limits the operation to `limit` from now. The deadline revokes it, see [`Within`]:
     ///
-    /// - A queued operation, unless it is part of a batch that has an initiator, leaves the queue
-    ///   without effect on other work.
+    /// - A queued operation leaves the queue without effect on other work, unless it is part of a
+    ///   batch that has an initiator.
     /// - An operation in flight makes its initiator fail. In an
-    ///   [exclusive](super::DcPolicy::Exclusive) pool, only other work of this peer is flushed; in
-    ///   a [shared](super::DcPolicy::Shared) pool, the work of all peers of the initiator.
+    ///   [exclusive](super::DcPolicy::Exclusive) pool, this flushes other work of this peer only;
+    ///   in a [shared](super::DcPolicy::Shared) pool, the work of all peers of the initiator. The
+    ///   pool then repairs the initiator, or destroys it if the device does not flush its work
+    ///   within a second.
     ///
-    /// The pool then repairs the initiator, or destroys it if the device does not flush its work
-    /// within a second.
-    ///
-    /// If the operation completes at that moment and its initiator moves to another peer, the work
-    /// of that peer is flushed.
+    /// If the operation completes just before the deadline and its initiator moves to another peer,
+    /// the work of that peer is flushed.
     pub fn within(self, limit: Duration) -> Within<Self> {
         self.deadline(clock::deadline(limit))
     }
 
-    /// Sets a deadline as [`within`](Self::within) does.
+    /// Sets a deadline like [`within`](Self::within).
     pub fn deadline(self, deadline: Instant) -> Within<Self> {
         Within::new(self, deadline)
     }
@@ -148,7 +147,7 @@ impl<F: Send> Queued<F> {
 
 impl<F> Drop for Queued<F> {
     fn drop(&mut self) {
-        // Dropped outside the lock: it may contain values of the user.
+        // Dropped without the lock, because it may contain values of the user.
         let stage = std::mem::replace(&mut *self.entry.stage.lock(), Stage::Taken);
         if matches!(stage, Stage::Queued { .. }) {
             self.peer.withdraw(Arc::as_ptr(&self.entry).cast());
@@ -174,7 +173,7 @@ impl<F> Entry<F> {
     }
 
     fn poll_posted(&self, waker: &Waker) -> Option<F> {
-        // Cloning and dropping a waker runs user code: both happen without the lock.
+        // Cloning and dropping a waker runs user code, so both happen without the lock.
         let mut clone = None;
         let mut stage = self.stage.lock();
         if let Stage::Queued { waker: kept, .. } = &*stage {
@@ -206,12 +205,11 @@ impl<F> Stage<F> {
 }
 
 pub(super) trait Waiting: Send + Sync {
-    /// Posts the operation or fails it, under locks.
-    ///
-    /// Returns false without effect if that was done before, or the future was dropped.
+    /// Posts the operation or fails it, under locks. Returns false without effect if that was done
+    /// before, or if the future was dropped.
     fn resolve(&self, grant: Result<Grant<'_>, OpErrorKind>) -> bool;
 
-    /// Called under locks, so the task is woken after their release.
+    /// Called under locks, so it must wake the task after their release.
     fn wake_task(&self);
 }
 

@@ -30,25 +30,25 @@ use crate::dc::DcPoolPeer;
 /// }
 /// ```
 pub trait PeerLink: Send + Sync + 'static {
-    /// Returns true if the next [`get`](super::PeerSet::get) is to make another link. Called with a
-    /// lock of the set held, so it must neither block nor use the set.
+    /// Returns true if the next [`get`](super::PeerSet::get) must make another link. The set calls
+    /// this with a lock held, so it must neither block nor use the set.
     fn has_ended(&self) -> bool;
 
-    /// Closes an idle link that the set has removed, or one that has ended and may have guards.
+    /// Closes an idle link that the set has removed, or a link that has ended and may have guards.
     /// Does nothing by default.
     ///
-    /// The set drops other links without this call: those that their last guard finds ended, those
-    /// detached by [`disconnect`](super::PeerSet::disconnect) while a guard exists, and all while
-    /// [`max_peers`](super::PeerSetConfig::max_peers) others are being closed.
+    /// The set drops a link without this call if its last guard finds it ended, if it was
+    /// [disconnected](super::PeerSet::disconnect) while a guard existed, or while
+    /// [`max_peers`](super::PeerSetConfig::max_peers) other links are being closed.
     fn close(&self) -> impl Future<Output = ()> + Send {
         ready(())
     }
 
-    /// Ends a link of a set that is dropped. Guards of the link may exist. Does nothing by default.
+    /// Ends a link, which may have guards, when the set is dropped. Does nothing by default.
     fn abort(&self) {}
 }
 
-/// Ends with a [`close_reason`](Connection::close_reason).
+/// Ends when it has a [`close_reason`](Connection::close_reason).
 impl PeerLink for Connection {
     fn has_ended(&self) -> bool {
         self.close_reason().is_some()
@@ -64,8 +64,8 @@ impl PeerLink for Connection {
     }
 }
 
-/// Ends when it [has failed](DcPoolPeer::has_failed). Nothing is closed: guards may be used after
-/// the set is dropped.
+/// Ends when it [has failed](DcPoolPeer::has_failed). Has nothing to close, so guards remain usable
+/// after the set is dropped.
 impl PeerLink for DcPoolPeer {
     fn has_ended(&self) -> bool {
         self.has_failed()

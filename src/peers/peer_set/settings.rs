@@ -32,20 +32,20 @@ impl Default for PeerSetConfig {
 }
 
 impl PeerSetConfig {
-    /// Sets how many peers have a link, or one being made, at once; default 1,024, at least 1. As
-    /// many more links may be in the process of closing.
+    /// Sets the maximum of peers that have a link or are being connected; at least 1, by default
+    /// 1,024. As many more links may be closing.
     pub fn max_peers(mut self, peers: usize) -> Self {
         self.max_peers = peers.max(1);
         self
     }
 
-    /// Sets how many guards exist at once; default without limit, at least 1.
+    /// Sets the maximum of guards; default without limit, at least 1.
     pub fn max_in_flight(mut self, guards: usize) -> Self {
         self.max_in_flight = guards.clamp(1, Semaphore::MAX_PERMITS);
         self
     }
 
-    /// Sets how many guards of one peer exist at once; default without limit, at least 1.
+    /// Sets the maximum of guards of one peer; default without limit, at least 1.
     pub fn max_in_flight_per_peer(mut self, guards: usize) -> Self {
         self.max_in_flight_per_peer = guards.clamp(1, Semaphore::MAX_PERMITS);
         self
@@ -63,8 +63,7 @@ impl PeerSetConfig {
         self
     }
 
-    /// Sets how long a caller waits while a limit is reached; default 10 s. With `None` it fails at
-    /// once.
+    /// Sets how long a caller waits while a limit is reached; default 10 s, with `None` not at all.
     pub fn wait(mut self, wait: Option<Duration>) -> Self {
         self.wait = wait;
         self
@@ -75,9 +74,9 @@ impl PeerSetConfig {
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct PeerSetCounters {
-    /// Peers that have a link, have one being made, or are awaited by callers.
+    /// Peers that have a link or a caller that waits.
     pub peers: usize,
-    /// Peers that have a link and no guard.
+    /// Peers with a link and no guard.
     pub idle: usize,
     /// Guards.
     pub in_flight: usize,
@@ -85,7 +84,7 @@ pub struct PeerSetCounters {
     pub connected: u64,
     /// Failed attempts.
     pub failed: u64,
-    /// Links found [ended](super::PeerLink::has_ended), by the peer or by a failure.
+    /// Links found [ended](super::PeerLink::has_ended).
     pub lost: u64,
     /// Idle links closed for another peer.
     pub evicted: u64,
@@ -104,7 +103,7 @@ pub enum PeerError {
         /// Time allowed.
         after: Duration,
     },
-    /// A limit was reached, and remained so for as long as the caller waits.
+    /// A limit was reached for as long as the caller waits.
     Busy {
         /// Name of the limit in [`PeerSetConfig`].
         field: &'static str,

@@ -1,4 +1,4 @@
-//! The table of peers: which are busy, idle or linked. No waiting.
+//! The table of peers, without waiting.
 
 use std::collections::{BTreeMap, HashMap};
 use std::hash::Hash;
@@ -63,7 +63,7 @@ impl<K: Hash + Eq + Clone, L: PeerLink> Table<K, L> {
         }
     }
 
-    /// Returns the permits of a known peer.
+    /// Returns the permits of a peer that has a slot.
     pub(super) fn enter(&mut self, key: &K) -> Option<Arc<Semaphore>> {
         let slot = self.slots.get_mut(key)?;
         slot.users += 1;
@@ -95,7 +95,7 @@ impl<K: Hash + Eq + Clone, L: PeerLink> Table<K, L> {
         true
     }
 
-    /// The caller drops the returned link without the lock.
+    /// The caller must drop the returned link without the lock.
     pub(super) fn leave(&mut self, key: &K) -> Option<Arc<L>> {
         let slot = self.slots.get_mut(key)?;
         slot.users -= 1;
@@ -113,7 +113,7 @@ impl<K: Hash + Eq + Clone, L: PeerLink> Table<K, L> {
         link
     }
 
-    /// Removes a link that has ended first.
+    /// Returns the state, after it has removed a link that has ended.
     pub(super) fn state(&mut self, key: &K) -> Option<&State<L>> {
         let slot = self.slots.get_mut(key)?;
         if matches!(slot.state, State::Linked(..)) && !slot.state.is_live() {
@@ -161,7 +161,7 @@ impl<K: Hash + Eq + Clone, L: PeerLink> Table<K, L> {
         };
     }
 
-    /// The caller drops the returned link without the lock.
+    /// The caller must drop the returned link without the lock.
     pub(super) fn disconnect(&mut self, key: &K) -> Option<Arc<L>> {
         let slot = self.slots.get_mut(key)?;
         let link = std::mem::replace(&mut slot.state, State::Unlinked).into_link();
@@ -173,8 +173,7 @@ impl<K: Hash + Eq + Clone, L: PeerLink> Table<K, L> {
         link
     }
 
-    /// Removes idle peers whose time is over. Returns links to close, and the time when the next
-    /// peer expires.
+    /// Removes expired peers. Returns the links to close, and when the next peer expires.
     pub(super) fn expire(&mut self, now: Instant) -> (Vec<Arc<L>>, Option<Instant>) {
         let mut next = None;
         while let (Some(timeout), Some(oldest)) = (self.idle_timeout, self.idle.first_entry()) {
@@ -192,8 +191,8 @@ impl<K: Hash + Eq + Clone, L: PeerLink> Table<K, L> {
         (std::mem::take(&mut self.ended), next)
     }
 
-    /// Returns true if the closer must be notified: later idle peers expire later, so its timer
-    /// suffices for them.
+    /// Returns true if the closer must be notified. It need not be for a peer that becomes idle
+    /// while its timer runs, because that peer expires later.
     pub(super) fn needs_closer(&self) -> bool {
         let expires = self.idle_timeout.is_some() && !self.idle.is_empty();
         !self.ended.is_empty() || expires && self.closer_wakes.is_none()

@@ -1,5 +1,3 @@
-//! How attempts are made, and what the events of a device change about them.
-
 use std::future::{Future, pending};
 use std::pin::pin;
 
@@ -68,7 +66,7 @@ impl Connector {
                 dialer.device.insert(opened)
             }
         };
-        // A later change ends the next wait.
+        // This attempt sees all changes so far. Only a later one ends the next wait.
         match &mut self.changes {
             Some(changes) => changes.skip(),
             None => device.read_events(),
@@ -120,19 +118,18 @@ impl Connector {
         }
     }
 
-    /// Called before others see the connection, so that no change after that is missed.
+    /// Must be called before the connection is published, so that no later change is missed.
     pub(super) fn watch(&mut self, connection: &Connection) {
         if let Dialer::Service(_) = self.dialer {
             self.changes = PortChanges::new(connection.protection_domain().device());
         }
     }
 
-    /// Waits for the end of a connection, and probes it after each change that leaves a port
-    /// active.
+    /// Waits for the end of a connection. Probes it after each change that leaves a port active.
     pub(super) async fn ended(&mut self, connection: &Connection) -> CloseReason {
         let reason = probing(self.changes.as_mut(), connection, connection.closed()).await;
         if let Dialer::Service(_) = self.dialer {
-            // The service may wait until nothing uses the device.
+            // Released, because the program may wait until nothing uses the device.
             self.changes = None;
         }
         reason

@@ -7,13 +7,13 @@ use crate::connection::{CloseReason, EstablishError};
 use crate::error::{OpenError, SetupError, VerbError};
 use crate::types::RejectReason;
 
-/// The reason for another attempt of a [`Reconnect`](super::Reconnect), or for none.
+/// The reason why a [`Reconnect`](super::Reconnect) makes another attempt, or why it makes none.
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum ReconnectCause {
     /// An attempt failed.
     Attempt(EstablishError),
-    /// An attempt exceeded [`attempt_timeout`](super::ReconnectPolicy::attempt_timeout), or the
+    /// An attempt exceeded [`attempt_timeout`](super::ReconnectPolicy::attempt_timeout) or the
     /// deadline.
     AttemptTimedOut {
         /// Time allowed.
@@ -53,7 +53,7 @@ pub enum ReconnectError {
         /// Failure of the last attempt.
         cause: ReconnectCause,
     },
-    /// Another attempt would fail, too.
+    /// Another attempt would also fail.
     Permanent {
         /// The failure.
         cause: ReconnectCause,
@@ -163,7 +163,7 @@ fn is_temporary_connect(error: &ConnectError) -> bool {
         | ConnectError::TimedOut { .. }
         | ConnectError::Disconnected { .. } => true,
         ConnectError::Rejected { reason, private_data, .. } => {
-            // Managers pad with zeros.
+            // Connection managers pad with zeros.
             let no_data = private_data.iter().all(|&byte| byte == 0);
             match *reason {
                 RejectReason::CONSUMER => no_data,
@@ -194,7 +194,8 @@ fn is_temporary_setup(error: &SetupError) -> bool {
         SetupError::Verb(error) => is_temporary_verb(error),
         // The port is down, or other connections use the entries.
         SetupError::NoGid { .. } | SetupError::CompletionQueueFull { .. } => true,
-        // A shared completion queue has failed during the attempt. The next attempt has another.
+        // A shared completion queue has failed during the attempt. The next attempt uses another
+        // one.
         SetupError::Closed => true,
         SetupError::Limit(_)
         | SetupError::TooSmall { .. }

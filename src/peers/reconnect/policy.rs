@@ -47,24 +47,22 @@ impl ReconnectPolicy {
         self
     }
 
-    /// Sets how long one attempt may take, with name lookup and all addresses; default 10 s.
-    /// [`connect_timeout`](crate::ConnectionConfig::connect_timeout) limits the steps of each
-    /// address.
+    /// Sets how long one attempt may take, including name lookup and all addresses; default 10 s.
     pub fn attempt_timeout(mut self, timeout: Duration) -> Self {
         self.attempt_timeout = timeout;
         self
     }
 
-    /// Sets how long attempts go on without a connection, from the start or from the end of the
-    /// last connection; default `None`, without limit.
+    /// Sets how long attempts continue, from the start or from the end of the last connection;
+    /// default `None`, without limit.
     pub fn deadline(mut self, deadline: Option<Duration>) -> Self {
         self.deadline = deadline;
         self
     }
 
-    /// Sets which errors lead to another attempt; default [`EstablishError::is_temporary`].
-    /// Timeouts of attempts always do, and so do the removal of a device that can be reopened and
-    /// errors of opening it.
+    /// Sets which errors lead to another attempt; default [`EstablishError::is_temporary`]. It is
+    /// not asked about timeouts of attempts, removals of a device that can be reopened, and errors
+    /// of opening it, which always do.
     ///
     /// ```
     /// use tokio_rdma::EstablishError;
@@ -80,7 +78,7 @@ impl ReconnectPolicy {
         self
     }
 
-    /// Returns the delay after `step` earlier ones.
+    /// Returns the delay that follows `step` earlier ones.
     pub(super) fn delay(&self, step: u32, random: u64) -> Duration {
         let greatest = self.greatest_delay.max(LEAST_DELAY);
         let factor = 1_u32.checked_shl(step).unwrap_or(u32::MAX);
