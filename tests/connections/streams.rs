@@ -496,7 +496,7 @@ fn peer_that_is_gone_is_an_error_and_not_the_end() {
         let devices = ["lost", "left"].map(|name| Device::software_in(&network, name).unwrap());
         let config = config()
             .options(brief())
-            .keepalive(Some((Duration::from_millis(100), Duration::from_millis(100))));
+            .keepalive(Some((Duration::from_secs(1), Duration::from_secs(1))));
         let listener = RdmaListener::bind_with(&devices[0], "127.0.0.1:0", &config).await.unwrap();
         let address = listener.local_addr().unwrap();
         let connecting = RdmaStream::connect_with(&devices[1], address, &config);
