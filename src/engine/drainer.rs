@@ -13,10 +13,10 @@ use super::arm;
 use super::busy_poll::Polled;
 use super::completion_counters::CompletionQueueCounters;
 use super::completion_mode::CompletionMode;
-use super::posting::Poster;
 use super::reactor::Reactors;
 use super::spin_budget::SpinBudget;
 use super::wake_list::{Teardown, WakeList};
+use super::work_queue::DeviceQueue;
 use super::work_queue::WorkQueue;
 use super::work_request::Limits;
 use super::work_request_id::Owner;
@@ -178,7 +178,7 @@ impl Drainer {
 
     pub(crate) fn attach(
         self: &Arc<Self>,
-        poster: Poster,
+        device: DeviceQueue,
         limits: Limits,
     ) -> Result<Arc<WorkQueue>, SetupError> {
         let mut state = lock(&self.state);
@@ -206,7 +206,7 @@ impl Drainer {
             }
         };
         state.reserved += limits.depth;
-        let queue = Arc::new(WorkQueue::new(Owner(number), poster, limits, self.clone()));
+        let queue = Arc::new(WorkQueue::new(Owner(number), device, limits, self.clone()));
         state.queues[number as usize] =
             Some(Attached { queue: queue.clone(), consumers: Vec::new(), reserved: limits.depth });
         Ok(queue)
@@ -274,10 +274,10 @@ impl Drainer {
             state.vacant.push(queue.owner().0);
         }
         // Dropped without the lock.
-        let poster = detached.as_ref().and_then(|_| queue.close());
+        let device = detached.as_ref().and_then(|_| queue.close());
         let woken = std::mem::take(&mut state.woken);
         drop(state);
-        drop((detached, poster));
+        drop((detached, device));
         woken.finish();
     }
 

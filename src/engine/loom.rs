@@ -272,7 +272,7 @@ fn loom_each_generation_has_its_own_reference_to_the_work_queue() {
 
 struct PostQueue {
     capacity: Capacity,
-    posting: Mutex<QueuedWork>,
+    state: Mutex<QueuedWork>,
 }
 
 struct QueuedWork {
@@ -281,12 +281,12 @@ struct QueuedWork {
 }
 
 impl PostQueue {
-    fn post_queued(&self, posting: &mut QueuedWork) {
-        while posting.waiting > 0 && self.capacity.free(posting.posted) > 0 {
-            posting.waiting -= 1;
-            posting.posted += 1;
+    fn post_queued(&self, state: &mut QueuedWork) {
+        while state.waiting > 0 && self.capacity.free(state.posted) > 0 {
+            state.waiting -= 1;
+            state.posted += 1;
         }
-        if posting.waiting == 0 {
+        if state.waiting == 0 {
             self.capacity.clear_waiters();
         }
     }
@@ -297,33 +297,33 @@ fn loom_queued_work_is_posted_when_capacity_is_freed() {
     ::loom::model(|| {
         let queue = Arc::new(PostQueue {
             capacity: Capacity::new(1, false),
-            posting: Mutex::new(QueuedWork { posted: 1, waiting: 0 }),
+            state: Mutex::new(QueuedWork { posted: 1, waiting: 0 }),
         });
         let drainer = thread::spawn({
             let queue = queue.clone();
             move || {
                 if queue.capacity.retire(0) {
-                    queue.post_queued(&mut queue.posting.lock().unwrap());
+                    queue.post_queued(&mut queue.state.lock().unwrap());
                 }
             }
         });
         {
-            let mut posting = queue.posting.lock().unwrap();
-            if posting.waiting == 0 && queue.capacity.free(posting.posted) > 0 {
-                posting.posted += 1;
+            let mut state = queue.state.lock().unwrap();
+            if state.waiting == 0 && queue.capacity.free(state.posted) > 0 {
+                state.posted += 1;
             } else {
-                posting.waiting += 1;
+                state.waiting += 1;
                 queue.capacity.announce_waiter();
-                queue.post_queued(&mut posting);
+                queue.post_queued(&mut state);
             }
         }
         drainer.join().unwrap();
-        let posting = queue.posting.lock().unwrap();
+        let state = queue.state.lock().unwrap();
         assert_eq!(
-            (posting.waiting, posting.posted),
+            (state.waiting, state.posted),
             (0, 2),
             "work is queued although capacity is free"
         );
-        assert_eq!(queue.capacity.in_flight(posting.posted), 1);
+        assert_eq!(queue.capacity.in_flight(state.posted), 1);
     });
 }

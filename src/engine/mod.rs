@@ -44,7 +44,6 @@ mod failures;
 mod in_flight;
 #[cfg(all(test, loom))]
 mod loom;
-mod posting;
 mod queue_pair_core;
 mod reactor;
 mod runtime;
@@ -72,10 +71,9 @@ pub(crate) use device_events::{PortChanges, all_ports_are_down};
 pub(crate) use drainer::Drainer;
 pub use drive::Drive;
 pub(crate) use in_flight::InFlight;
-pub(crate) use posting::Poster;
 pub(crate) use queue_pair_core::{QueuePairCore, SharedReceives, destroy_shared};
 pub(crate) use runtime::is_current;
-pub(crate) use work_queue::{QUEUE_LINES, WorkQueue};
+pub(crate) use work_queue::{DeviceQueue, QUEUE_LINES, WorkQueue};
 pub use work_request::WorkQueueCounters;
 pub(crate) use work_request::{
     Limits, OnFull, Receiver, ReceiverKey, Refusal, WorkKind, WorkRequest,

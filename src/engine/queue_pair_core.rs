@@ -17,8 +17,8 @@ use std::fmt;
 use std::sync::{Arc, OnceLock};
 
 use super::drainer::Drainer;
-use super::posting::Poster;
 use super::wake_list::Teardown;
+use super::work_queue::DeviceQueue;
 use super::work_queue::WorkQueue;
 use super::work_request::Limits;
 use crate::error::{OpErrorKind, SetupError, VerbError};
@@ -88,9 +88,9 @@ impl QueuePairCore {
         shared: Option<SharedReceives>,
     ) -> Result<Arc<Self>, SetupError> {
         let qp = Arc::new(qp);
-        let send = send_cq.attach(Poster::Send(qp.clone()), send)?;
+        let send = send_cq.attach(DeviceQueue::Send(qp.clone()), send)?;
         let receive = match receive
-            .map(|limits| recv_cq.attach(Poster::Receive(qp.clone()), limits))
+            .map(|limits| recv_cq.attach(DeviceQueue::Receive(qp.clone()), limits))
             .transpose()
         {
             Ok(receive) => receive,
@@ -157,9 +157,9 @@ impl QueuePairCore {
         // Excludes posters that checked the state before the reset. The driver would accept their
         // work in RESET, and the device would execute it after the next transition to RTS, long
         // after it failed here.
-        let posting: SmallVec<[_; 2]> = self.queues().map(|queue| lock(&queue.posting)).collect();
+        let state: SmallVec<[_; 2]> = self.queues().map(|queue| lock(&queue.state)).collect();
         let result = qp.modify(attr);
-        drop(posting);
+        drop(state);
         drop(dispatch);
         drop(qp);
         if result.is_ok() {

@@ -4,6 +4,7 @@
 
 mod post;
 mod revoke;
+mod state;
 #[cfg(all(test, not(loom)))]
 mod tests;
 
@@ -15,11 +16,14 @@ use std::task::Waker;
 use rdma_provider::later;
 use rdma_provider::prefetch;
 
+pub(crate) use state::DeviceQueue;
+pub(super) use state::WorkQueueState;
+use state::is_traced;
+
 use super::capacity::Capacity;
 use super::claim::Claim;
 use super::drainer::Drainer;
 use super::failures::{Failures, failure};
-use super::posting::{Poster, Posting, is_traced};
 use super::slot::{FailedParts, Finished, Outcome, Slot};
 use super::slot_table::{Cursor, Slots};
 use super::wake_list::{Teardown, WakeList};
@@ -50,7 +54,7 @@ pub(crate) struct WorkQueue {
     shared: bool,
     owner: Owner,
     /// The fields that each operation uses come first, in few cache lines.
-    pub(super) posting: Mutex<Posting>,
+    pub(super) state: Mutex<WorkQueueState>,
     pub(super) limits: Limits,
     failures: Failures,
     /// Never set for a shared receive queue.
@@ -60,18 +64,18 @@ pub(crate) struct WorkQueue {
 }
 
 impl WorkQueue {
-    pub(super) fn new(owner: Owner, poster: Poster, limits: Limits, cq: Arc<Drainer>) -> Self {
+    pub(super) fn new(owner: Owner, device: DeviceQueue, limits: Limits, cq: Arc<Drainer>) -> Self {
         Self {
             slots: Slots::new(),
             pd: limits.pd,
             limits,
             owner,
             plain: if limits.max_sge > 0 { limits.max_message } else { 0 },
-            has_plain: matches!(&poster, Poster::Send(qp) if qp.has_plain()),
-            shared: matches!(poster, Poster::Shared(_)),
-            capacity: Capacity::new(limits.depth, matches!(poster, Poster::Shared(_))),
+            has_plain: matches!(&device, DeviceQueue::Send(qp) if qp.has_plain()),
+            shared: matches!(device, DeviceQueue::Shared(_)),
+            capacity: Capacity::new(limits.depth, matches!(device, DeviceQueue::Shared(_))),
             failures: Failures::new(),
-            posting: Mutex::new(Posting::new(poster)),
+            state: Mutex::new(WorkQueueState::new(device)),
             queue_pair: OnceLock::new(),
             completion_waker: OnceLock::new(),
             cq,
@@ -151,8 +155,8 @@ impl WorkQueue {
     /// Returns the address of the slot that the next post uses, to be prefetched. Allocates the
     /// first slots.
     pub(crate) fn next_slot(self: &Arc<Self>) -> Option<*const ()> {
-        let mut posting = lock(&self.posting);
-        let claim = self.claim(&mut posting.cursor, 1)?;
+        let mut state = lock(&self.state);
+        let claim = self.claim(&mut state.cursor, 1)?;
         let slot = ptr::from_ref::<Slot<Self>>(&claim).cast();
         claim.release();
         Some(slot)
@@ -228,7 +232,7 @@ impl WorkQueue {
     #[cold]
     fn note_failure(&self, wc: &WorkCompletion, woken: &mut WakeList) {
         self.failures.count(wc, self.failure(wc));
-        if let Some(waker) = lock(&self.posting).watch.failure.take() {
+        if let Some(waker) = lock(&self.state).watch.failure.take() {
             woken.wake(waker);
         }
     }
@@ -269,10 +273,10 @@ impl WorkQueue {
 
     /// Stops posting. Queued work stays queued: it may be the rest of a partly posted batch, and a
     /// batch returns its buffers when its last work request ends.
-    pub(crate) fn close(&self) -> Option<Poster> {
-        let mut posting = lock(&self.posting);
-        posting.until = posting.posted;
-        posting.poster.take()
+    pub(crate) fn close(&self) -> Option<DeviceQueue> {
+        let mut state = lock(&self.state);
+        state.until = state.posted;
+        state.device.take()
     }
 
     pub(super) fn shut_down_destroyed(&self, kind: OpErrorKind) {
@@ -282,8 +286,8 @@ impl WorkQueue {
 
     /// Ends all work in flight. Requires that the device has destroyed or reset the queue.
     pub(super) fn abandon(&self, kind: OpErrorKind, woken: &mut WakeList) {
-        let mut posting = lock(&self.posting);
-        while let Some(next) = posting.wait_queue.pop_front() {
+        let mut state = lock(&self.state);
+        while let Some(next) = state.wait_queue.pop_front() {
             self.cq.remove_waiter();
             let slot = self.slots.slot(index_of(next.id));
             if let Some(part) = slot.part(next.id).filter(|_| next.id != slot.id()) {
@@ -297,8 +301,8 @@ impl WorkQueue {
                 self.settle(id, Outcome::Err(kind), woken);
             }
         }
-        self.capacity.retire_all(posting.posted as u32);
-        self.notify_idle(&mut posting, woken);
+        self.capacity.retire_all(state.posted as u32);
+        self.notify_idle(&mut state, woken);
     }
 
     /// Fails the parts of a batch before its last one, unless they have failed or a later
@@ -311,8 +315,8 @@ impl WorkQueue {
 
     pub(super) fn rouse(&self, woken: &mut WakeList) {
         // Excludes the poster, which finishes queued work that was never posted.
-        let posting = lock(&self.posting);
-        posting.watch.rouse.iter().for_each(|waker| woken.wake(waker.clone()));
+        let state = lock(&self.state);
+        state.watch.rouse.iter().for_each(|waker| woken.wake(waker.clone()));
         self.notify_completion(woken);
         for (_, slot) in self.slots.iter() {
             if let Some((waker, stopped_waiting)) = slot.rouse() {
@@ -340,43 +344,42 @@ impl WorkQueue {
     }
 
     pub(crate) fn counters(&self) -> WorkQueueCounters {
-        let posting = lock(&self.posting);
+        let state = lock(&self.state);
         WorkQueueCounters {
-            posted: posting.posted,
-            in_flight: self.capacity.in_flight(posting.posted as u32),
-            waiting: posting.wait_queue.len(),
-            waited: posting.waited,
+            posted: state.posted,
+            in_flight: self.capacity.in_flight(state.posted as u32),
+            waiting: state.wait_queue.len(),
+            waited: state.waited,
             failed: self.failures.failed(),
             flushed: self.failures.flushed(),
         }
     }
 
     pub(crate) fn is_idle(&self) -> bool {
-        self.is_idle_now(&lock(&self.posting))
+        self.is_idle_now(&lock(&self.state))
     }
 
     pub(crate) fn load(&self) -> usize {
-        let posting = lock(&self.posting);
-        self.capacity.in_flight(posting.posted as u32) as usize + posting.wait_queue.len()
+        let state = lock(&self.state);
+        self.capacity.in_flight(state.posted as u32) as usize + state.wait_queue.len()
     }
 
     /// Returns the position behind all work submitted so far, for [`has_passed`](Self::has_passed).
     pub(crate) fn mark(&self) -> u32 {
-        let posting = lock(&self.posting);
-        (posting.posted as u32).wrapping_add(posting.wait_queue.len() as u32)
+        let state = lock(&self.state);
+        (state.posted as u32).wrapping_add(state.wait_queue.len() as u32)
     }
 
     /// Returns true if all work submitted before `mark` is done. It may become true late if queued
     /// work was refused.
     pub(crate) fn has_passed(&self, mark: u32) -> bool {
-        let posting = lock(&self.posting);
-        let done =
-            (posting.posted as u32).wrapping_sub(self.capacity.in_flight(posting.posted as u32));
-        self.is_idle_now(&posting) || done.wrapping_sub(mark) < 1 << 31
+        let state = lock(&self.state);
+        let done = (state.posted as u32).wrapping_sub(self.capacity.in_flight(state.posted as u32));
+        self.is_idle_now(&state) || done.wrapping_sub(mark) < 1 << 31
     }
 
     pub(crate) fn is_open(&self) -> bool {
-        lock(&self.posting).poster.is_some()
+        lock(&self.state).device.is_some()
     }
 
     /// Wakes `completion_waker` whenever operations without a waker of their own complete. Requires
@@ -413,24 +416,24 @@ impl WorkQueue {
     pub(crate) fn when_idle(&self, waker: &Waker) -> bool {
         // Cloned, and dropped below, without the lock.
         let mut waker = Some(waker.clone());
-        let mut posting = lock(&self.posting);
-        if self.is_idle_now(&posting) {
+        let mut state = lock(&self.state);
+        if self.is_idle_now(&state) {
             return true;
         }
-        if posting.watch.idle.is_none() {
+        if state.watch.idle.is_none() {
             self.cq().add_waiter();
-            posting.watch.idle = waker.take();
+            state.watch.idle = waker.take();
         }
         // Either this thread sees the idle queue, or the drainer sees the waiter, as for queued
         // work.
         self.capacity.announce_waiter();
-        let idle = self.is_idle_now(&posting);
-        let discarded = if idle { posting.watch.idle.take() } else { None };
+        let idle = self.is_idle_now(&state);
+        let discarded = if idle { state.watch.idle.take() } else { None };
         if discarded.is_some() {
             self.cq().remove_waiter();
             self.capacity.clear_waiters();
         }
-        drop(posting);
+        drop(state);
         drop(discarded);
         if !idle {
             self.cq().ensure_watched();
@@ -442,26 +445,26 @@ impl WorkQueue {
     /// since `failures` or is closed.
     pub(crate) fn when_failed(&self, waker: &Waker, failures: u32) {
         let waker = waker.clone();
-        let mut posting = lock(&self.posting);
-        let before = posting.watch.failure.replace(waker);
+        let mut state = lock(&self.state);
+        let before = state.watch.failure.replace(waker);
         // The drainer counts a failure before it notifies under this lock: either it sees the
         // waker, or this thread sees the count.
-        let is_over = self.failures() != failures || posting.poster.is_none();
-        let discarded = if is_over { posting.watch.failure.take() } else { None };
-        drop(posting);
+        let is_over = self.failures() != failures || state.device.is_none();
+        let discarded = if is_over { state.watch.failure.take() } else { None };
+        drop(state);
         drop(before);
         later::wake(discarded);
     }
 
-    fn is_idle_now(&self, posting: &Posting) -> bool {
-        posting.wait_queue.is_empty() && self.capacity.in_flight(posting.posted as u32) == 0
+    fn is_idle_now(&self, state: &WorkQueueState) -> bool {
+        state.wait_queue.is_empty() && self.capacity.in_flight(state.posted as u32) == 0
     }
 
     /// Notifies the watcher if the queue is idle. Called after queued work was posted to freed
     /// capacity.
-    pub(super) fn notify_idle(&self, posting: &mut Posting, woken: &mut WakeList) {
-        if self.is_idle_now(posting)
-            && let Some(waker) = posting.watch.idle.take()
+    pub(super) fn notify_idle(&self, state: &mut WorkQueueState, woken: &mut WakeList) {
+        if self.is_idle_now(state)
+            && let Some(waker) = state.watch.idle.take()
         {
             self.cq().remove_waiter();
             woken.wake(waker);
@@ -472,12 +475,12 @@ impl WorkQueue {
     /// their own.
     pub(crate) fn when_roused(&self, waker: &Waker) {
         let waker = waker.clone();
-        let before = lock(&self.posting).watch.rouse.replace(waker);
+        let before = lock(&self.state).watch.rouse.replace(waker);
         drop(before);
     }
 
     pub(super) fn notify_closed(&self) {
-        let waker = lock(&self.posting).watch.failure.take();
+        let waker = lock(&self.state).watch.failure.take();
         later::wake(waker);
     }
 }

@@ -3,7 +3,7 @@ use std::sync::Arc;
 
 use super::recv::{Recv, recv, try_recv};
 use crate::engine::{
-    CompletionQueue, Limits, Poster, WorkQueue, WorkQueueCounters, destroy_shared,
+    CompletionQueue, DeviceQueue, Limits, WorkQueue, WorkQueueCounters, destroy_shared,
 };
 use crate::error::{SetupError, TryError};
 use crate::memory::{PdKey, Scatter};
@@ -77,7 +77,7 @@ impl SharedReceiveQueue {
             solicited: false,
             notifies: false,
         };
-        let queue = completions.shared().attach(Poster::Shared(srq.clone()), limits)?;
+        let queue = completions.shared().attach(DeviceQueue::Shared(srq.clone()), limits)?;
         Ok(Self {
             inner: Arc::new(Inner { queue, srq: Some(srq), completions: completions.clone() }),
         })

@@ -8,9 +8,9 @@ use std::sync::Arc;
 use smallvec::SmallVec;
 
 use super::WorkQueue;
+use super::state::{DeviceQueue, WRONG_QUEUE, WorkQueueState, is_traced, trace_posted};
 use crate::engine::batch::{BatchEntry, Entries, Parts, Pieces};
 use crate::engine::claim::Claim;
-use crate::engine::posting::{Poster, Posting, WRONG_QUEUE, is_traced, trace_posted};
 use crate::engine::slot::{MAX_PARTS, Outcome, Slot};
 use crate::engine::slot_table::MAX_SLOTS;
 use crate::engine::wait_queue::Queued;
@@ -81,94 +81,99 @@ impl WorkQueue {
         length: u32,
         lkey: Lkey,
     ) -> Option<Claim<Self>> {
-        self.send_by(|qp, wr_id| {
+        let claim = self.send_by(|qp, wr_id| {
             let buffer = Sge { addr, length, lkey };
             let list = iter::once(PlainWr { wr_id, op: make(remote), flags, buffer });
             // SAFETY: S1: see `send_by`.
             unsafe { qp.post_plain(list) }
-        })
+        })?;
+        if is_traced() {
+            trace_posted(&claim, claim.id(), make(remote));
+        }
+        Some(claim)
     }
 
-    #[inline]
+    #[inline(always)]
     fn send_now(self: &Arc<Self>, op: SendOp, flags: SendFlags, sge: Sge) -> Option<Claim<Self>> {
-        self.send_by(|qp, wr_id| {
+        let claim = self.send_by(|qp, wr_id| {
             let sges = [sge];
             let wr = SendWr { wr_id, op, flags, data: Data::Sges(&sges), target: None };
             // SAFETY: S1: see `send_by`.
             unsafe { qp.post_list(Some(wr)) }.is_ok()
-        })
+        })?;
+        if is_traced() {
+            trace_posted(&claim, claim.id(), WorkKind::Send(op));
+        }
+        Some(claim)
     }
 
     /// Claims a slot and calls `post`, which returns true if the device has the request.
     #[inline(always)]
     fn send_by(self: &Arc<Self>, post: impl FnOnce(&Qp, WrId) -> bool) -> Option<Claim<Self>> {
-        let mut posting = lock(&self.posting);
-        let posting = &mut *posting;
-        if posting.posted >= posting.until && !self.can_post(posting) {
+        let mut state = lock(&self.state);
+        let state = &mut *state;
+        if state.posted >= state.until && !self.can_post(state) {
             return None;
         }
-        let Some(Poster::Send(qp)) = &posting.poster else { return None };
+        let Some(DeviceQueue::Send(qp)) = &state.device else { return None };
         // SAFETY: C1: just claimed.
         let claim = unsafe { Claim::new(self, self.slots.claim_next()?) };
-        claim.set_position(posting.posted as u32);
+        claim.set_position(state.posted as u32);
         // The operation owns the buffer until its slot is COMPLETE or emptied, see
-        // `Posting::post_one`. All posts to the queue pair happen under the lock, and its resets
-        // too (`QueuePairCore::modify`).
+        // `WorkQueueState::post_one`. All posts to the queue pair happen under the lock, and its
+        // resets too (`QueuePairCore::modify`).
         if !post(qp, claim.id()) {
             claim.release();
             return None;
         }
-        posting.posted += 1;
-        if is_traced() {
-            trace_posted(&claim, claim.id());
-        }
+        state.posted += 1;
         Some(claim)
     }
 
     #[inline(never)]
     fn receive_now(self: &Arc<Self>, sge: Sge) -> Option<Claim<Self>> {
-        let mut posting = lock(&self.posting);
-        let posting = &mut *posting;
-        if posting.posted >= posting.until && !self.can_post(posting) {
+        let mut state = lock(&self.state);
+        let state = &mut *state;
+        if state.posted >= state.until && !self.can_post(state) {
             return None;
         }
-        let poster = posting.poster.as_ref()?;
-        let claim = self.claim(&mut posting.cursor, 1)?;
-        claim.set_position(posting.posted as u32);
+        let device = state.device.as_ref()?;
+        let claim = self.claim(&mut state.cursor, 1)?;
+        claim.set_position(state.posted as u32);
         let list = [RecvWr { wr_id: claim.id(), sges: &[sge] }];
-        let posted = match poster {
+        let posted = match device {
             // SAFETY: S1: as for sends.
-            Poster::Receive(qp) => unsafe { qp.post_recv(&list) },
+            DeviceQueue::Receive(qp) => unsafe { qp.post_recv(&list) },
             // SAFETY: S1: as for sends; the shared receive queue is destroyed before its slots are
             // emptied.
-            Poster::Shared(srq) => unsafe { srq.post_recv(&list) },
-            Poster::Send(_) => Err(WRONG_QUEUE),
+            DeviceQueue::Shared(srq) => unsafe { srq.post_recv(&list) },
+            DeviceQueue::Send(_) => Err(WRONG_QUEUE),
         };
         if posted.is_err() {
             claim.release();
             return None;
         }
-        posting.posted += 1;
+        state.posted += 1;
         if is_traced() {
-            trace_posted(&claim, claim.id());
+            trace_posted(&claim, claim.id(), WorkKind::Receive);
         }
         Some(claim)
     }
 
     #[inline(never)]
-    pub(in crate::engine) fn can_post(&self, posting: &mut Posting) -> bool {
-        let may_post = posting.wait_queue.is_empty() && posting.poster.is_some();
-        let free = if may_post { self.capacity.free(posting.posted as u32) } else { 0 };
-        posting.until = posting.posted + u64::from(free);
+    pub(in crate::engine) fn can_post(&self, state: &mut WorkQueueState) -> bool {
+        let may_post = state.wait_queue.is_empty() && state.device.is_some();
+        let free = if may_post { self.capacity.free(state.posted as u32) } else { 0 };
+        state.until = state.posted + u64::from(free);
         free > 0
     }
 
-    fn has_capacity(&self, posting: &mut Posting, count: usize) -> bool {
-        let needed = posting.posted + count as u64;
-        if posting.until < needed {
-            self.can_post(posting);
+    fn has_capacity(&self, state: &mut WorkQueueState, count: usize) -> bool {
+        let needed = state.posted + count as u64;
+        if state.until < needed {
+            self.can_post(state);
         }
-        posting.until >= needed
+        state.until >= needed
     }
 
     #[inline(never)]
@@ -182,11 +187,11 @@ impl WorkQueue {
         self.gather(buffer, &mut sges)?;
         self.check(&sges, request.inline, request.remote_len)?;
 
-        let mut posting = lock(&self.posting);
-        if posting.poster.is_none() {
+        let mut state = lock(&self.state);
+        if state.device.is_none() {
             return Err(OpErrorKind::Closed.into());
         }
-        let direct = self.can_post(&mut posting);
+        let direct = self.can_post(&mut state);
         if self.limits.depth == 0 {
             // It could never be posted.
             return Err(OpErrorKind::from(LimitError {
@@ -197,7 +202,7 @@ impl WorkQueue {
             .into());
         }
         if !direct && on_full == OnFull::Try {
-            drop(posting);
+            drop(state);
             // Dispatching completions may free capacity.
             return if self.cq.dispatch_available() {
                 self.submit(request, buffer, on_full)
@@ -205,7 +210,7 @@ impl WorkQueue {
                 Err(Refusal::Full)
             };
         }
-        let Some(claim) = self.claim(&mut posting.cursor, 1) else {
+        let Some(claim) = self.claim(&mut state.cursor, 1) else {
             return Err(self.too_many().into());
         };
         if direct {
@@ -213,9 +218,9 @@ impl WorkQueue {
             let target = request.to.map(Receiver::target);
             let wr =
                 SendWr { wr_id: claim.id(), op: SendOp::Send, flags: request.flags, data, target };
-            if let Err(error) = posting.post_one(&claim, request.kind, wr, &sges) {
+            if let Err(error) = state.post_one(&claim, request.kind, wr, &sges) {
                 claim.release();
-                return Err(posting.refusal(error).into());
+                return Err(state.refusal(error).into());
             }
         } else {
             let queued = Queued {
@@ -228,8 +233,8 @@ impl WorkQueue {
                 to: request.to.map(Receiver::into_owned),
                 batch: false,
             };
-            self.enqueue(&mut posting, queued);
-            self.announce_queued(posting);
+            self.enqueue(&mut state, queued);
+            self.announce_queued(state);
         }
         Ok(claim)
     }
@@ -265,13 +270,13 @@ impl WorkQueue {
         on_full: OnFull,
     ) -> Result<Claim<Self>, Refusal> {
         let count = parts.entries.len();
-        let mut posting = lock(&self.posting);
-        if posting.poster.is_none() {
+        let mut state = lock(&self.state);
+        if state.device.is_none() {
             return Err(OpErrorKind::Closed.into());
         }
-        let direct = self.has_capacity(&mut posting, count);
+        let direct = self.has_capacity(&mut state, count);
         if !direct && on_full == OnFull::Try {
-            drop(posting);
+            drop(state);
             // Dispatching completions may free capacity.
             return if self.cq().dispatch_available() {
                 self.post_batch(parts, on_full)
@@ -279,12 +284,12 @@ impl WorkQueue {
                 Err(Refusal::Full)
             };
         }
-        let Some(claim) = self.claim(&mut posting.cursor, count as u32) else {
+        let Some(claim) = self.claim(&mut state.cursor, count as u32) else {
             return Err(self.too_many().into());
         };
         if direct {
-            claim.set_start(posting.posted as u32);
-            self.post_list(posting, parts, &claim);
+            claim.set_start(state.posted as u32);
+            self.post_list(state, parts, &claim);
         } else {
             for wr in parts.list(&claim) {
                 let Data::Sges(sges) = wr.data else {
@@ -300,22 +305,27 @@ impl WorkQueue {
                     to: parts.to.map(Receiver::into_owned),
                     batch: true,
                 };
-                self.enqueue(&mut posting, queued);
+                self.enqueue(&mut state, queued);
             }
-            self.announce_queued(posting);
+            self.announce_queued(state);
         }
         Ok(claim)
     }
 
     /// Posts a list with one doorbell.
     #[inline(never)]
-    fn post_list(&self, mut posting: MutexGuard<'_, Posting>, parts: Parts<'_>, slot: &Slot<Self>) {
-        let Some(Poster::Send(qp)) = &posting.poster else {
+    fn post_list(
+        &self,
+        mut state: MutexGuard<'_, WorkQueueState>,
+        parts: Parts<'_>,
+        slot: &Slot<Self>,
+    ) {
+        let Some(DeviceQueue::Send(qp)) = &state.device else {
             unreachable!("the caller has checked that this send queue is open")
         };
         let (count, to) = (parts.entries.len(), parts.to);
-        // SAFETY: S1: the batch owns the buffers, see `Posting::post_one`. The lock excludes other
-        // posts, as in `send_now`.
+        // SAFETY: S1: the batch owns the buffers, see `WorkQueueState::post_one`. The lock excludes
+        // other posts, as in `send_by`.
         let posted = unsafe {
             match parts.plain() {
                 Some(plain) if self.has_plain && qp.post_plain(plain.short_list(slot)) => Ok(()),
@@ -325,7 +335,7 @@ impl WorkQueue {
         };
         let refused = posted.err();
         let posted = refused.map_or(count, |refused| refused.posted);
-        posting.posted += posted as u64;
+        state.posted += posted as u64;
         if is_traced() {
             rdma_provider::trace!(posted, of = count, "posted a batch");
         }
@@ -334,33 +344,33 @@ impl WorkQueue {
             // buffers are free: the queue pair is moved to the error state.
             let mut woken = WakeList::new();
             self.refuse_from(
-                &mut posting,
+                &mut state,
                 slot,
                 posted as u32,
                 to.map(Receiver::target),
                 error,
                 &mut woken,
             );
-            drop(posting);
+            drop(state);
             woken.finish();
         }
     }
 
     #[cold]
-    fn enqueue(&self, posting: &mut Posting, queued: Queued) {
-        posting.wait_queue.push_back(queued);
-        posting.until = posting.posted;
-        posting.waited += 1;
+    fn enqueue(&self, state: &mut WorkQueueState, queued: Queued) {
+        state.wait_queue.push_back(queued);
+        state.until = state.posted;
+        state.waited += 1;
         self.cq().add_waiter();
     }
 
     /// Announces queued work to the drainer and posts as much as possible.
-    pub(in crate::engine) fn announce_queued(&self, mut posting: MutexGuard<'_, Posting>) {
+    pub(in crate::engine) fn announce_queued(&self, mut state: MutexGuard<'_, WorkQueueState>) {
         self.capacity.announce_waiter();
         let mut woken = WakeList::new();
-        self.post_queued(&mut posting, &mut woken);
-        let waits = !posting.wait_queue.is_empty();
-        drop(posting);
+        self.post_queued(&mut state, &mut woken);
+        let waits = !state.wait_queue.is_empty();
+        drop(state);
         woken.finish();
         if waits {
             // The operations may not be polled.
@@ -368,53 +378,53 @@ impl WorkQueue {
         }
     }
 
-    pub(super) fn post_queued(&self, posting: &mut Posting, woken: &mut WakeList) {
-        while posting.poster.is_some()
-            && self.capacity.free(posting.posted as u32) > 0
-            && let Some(next) = posting.wait_queue.pop_front()
+    pub(super) fn post_queued(&self, state: &mut WorkQueueState, woken: &mut WakeList) {
+        while state.device.is_some()
+            && self.capacity.free(state.posted as u32) > 0
+            && let Some(next) = state.wait_queue.pop_front()
         {
             self.cq().remove_waiter();
             let data = data_of(&next.sges, next.inline.as_deref(), next.window.as_deref());
             let target = next.to.as_ref().map(|to| to.borrowed().target());
             let wr = SendWr { wr_id: next.id, op: SendOp::Send, flags: next.flags, data, target };
             if let Err(error) =
-                posting.post_one(self.slots.slot(index_of(next.id)), next.kind, wr, &next.sges)
+                state.post_one(self.slots.slot(index_of(next.id)), next.kind, wr, &next.sges)
             {
                 if next.batch {
-                    self.refuse_queued(posting, wr, error, woken);
+                    self.refuse_queued(state, wr, error, woken);
                 } else {
-                    let kind = posting.refusal(error);
+                    let kind = state.refusal(error);
                     self.settle(next.id, Outcome::Err(kind), woken);
                 }
             }
         }
-        self.notify_idle(posting, woken);
-        if posting.wait_queue.is_empty() && posting.watch.idle.is_none() {
+        self.notify_idle(state, woken);
+        if state.wait_queue.is_empty() && state.watch.idle.is_none() {
             self.capacity.clear_waiters();
         }
     }
 
     #[cold]
     pub(in crate::engine) fn admit_queued(&self, woken: &mut WakeList) {
-        self.post_queued(&mut lock(&self.posting), woken);
+        self.post_queued(&mut lock(&self.state), woken);
     }
 
     pub(in crate::engine) fn is_queued(&self, id: WrId) -> bool {
-        lock(&self.posting).wait_queue.iter().any(|queued| queued.id == id)
+        lock(&self.state).wait_queue.iter().any(|queued| queued.id == id)
     }
 
     /// Fails the queued work of a [closed](Self::close) queue that was not destroyed. The rest of a
     /// partly posted batch stays queued.
     pub(in crate::engine) fn fail_queued(&self, kind: OpErrorKind) {
         let mut woken = WakeList::new();
-        let mut posting = lock(&self.posting);
+        let mut state = lock(&self.state);
         // The batch of which all parts are queued.
         let mut whole = None;
-        for queued in std::mem::take(&mut posting.wait_queue) {
+        for queued in std::mem::take(&mut state.wait_queue) {
             let slot = self.slots.slot(index_of(queued.id));
             let part = slot.part(queued.id).unwrap_or(0);
             if part > 0 && whole != Some(slot.id()) {
-                posting.wait_queue.push_back(queued);
+                state.wait_queue.push_back(queued);
                 continue;
             }
             whole = Some(slot.id());
@@ -425,14 +435,14 @@ impl WorkQueue {
                 self.failures.fail_part(slot, part, kind);
             }
         }
-        drop(posting);
+        drop(state);
         woken.finish();
     }
 
     #[cold]
     fn refuse_queued(
         &self,
-        posting: &mut Posting,
+        state: &mut WorkQueueState,
         wr: SendWr<'_>,
         error: VerbError,
         woken: &mut WakeList,
@@ -442,29 +452,29 @@ impl WorkQueue {
             unreachable!("a queued part belongs to a batch in flight")
         };
         for _ in part + 1..slot.parts() {
-            posting.wait_queue.pop_front();
+            state.wait_queue.pop_front();
             self.cq().remove_waiter();
         }
-        self.refuse_from(posting, slot, part, wr.target, error, woken);
+        self.refuse_from(state, slot, part, wr.target, error, woken);
     }
 
     #[cold]
     fn refuse_from(
         &self,
-        posting: &mut Posting,
+        state: &mut WorkQueueState,
         slot: &Slot<Self>,
         first: u32,
         target: Option<SendTarget<'_>>,
         error: VerbError,
         woken: &mut WakeList,
     ) {
-        let kind = posting.refusal(error);
+        let kind = state.refusal(error);
         for part in first..slot.parts() - 1 {
             self.failures.fail_part(slot, part, kind);
         }
         let last = slot.id();
         if first > 0 {
-            self.flush_behind(posting, last, target, error, woken);
+            self.flush_behind(state, last, target, error, woken);
         } else {
             self.settle(last, Outcome::Err(kind), woken);
         }
@@ -475,13 +485,13 @@ impl WorkQueue {
     /// refuses that too, the queue pair is destroyed after the locks are released.
     fn flush_behind(
         &self,
-        posting: &mut Posting,
+        state: &mut WorkQueueState,
         last: WrId,
         target: Option<SendTarget<'_>>,
         error: VerbError,
         woken: &mut WakeList,
     ) {
-        let Some(Poster::Send(qp)) = &posting.poster else { return };
+        let Some(DeviceQueue::Send(qp)) = &state.device else { return };
         rdma_provider::warn!(
             qpn = %qp.qpn(),
             %error,
@@ -497,7 +507,7 @@ impl WorkQueue {
             }
             return;
         }
-        self.slots.slot(index_of(last)).set_position(posting.posted as u32);
+        self.slots.slot(index_of(last)).set_position(state.posted as u32);
         let marker = SendWr {
             wr_id: last,
             op: SendOp::Send,
@@ -507,7 +517,7 @@ impl WorkQueue {
         };
         // SAFETY: S1: it names no memory.
         match unsafe { qp.post_send(&[marker]) } {
-            Ok(()) => posting.posted += 1,
+            Ok(()) => state.posted += 1,
             Err(refused) if !is_reset() => self.schedule_teardown(&refused.error, error, woken),
             Err(_) => {}
         }

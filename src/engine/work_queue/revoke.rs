@@ -10,14 +10,14 @@ impl WorkQueue {
     /// batch.
     pub(crate) fn withdraw(&self, id: WrId, kind: OpErrorKind) -> bool {
         let mut woken = WakeList::new();
-        let mut posting = lock(&self.posting);
-        let at = posting.wait_queue.iter().position(|queued| queued.id == id && !queued.batch);
+        let mut state = lock(&self.state);
+        let at = state.wait_queue.iter().position(|queued| queued.id == id && !queued.batch);
         let Some(at) = at else { return false };
-        posting.wait_queue.remove(at);
+        state.wait_queue.remove(at);
         self.cq().remove_waiter();
         self.settle(id, Outcome::Err(kind), &mut woken);
-        self.post_queued(&mut posting, &mut woken);
-        drop(posting);
+        self.post_queued(&mut state, &mut woken);
+        drop(state);
         woken.finish();
         true
     }

@@ -3,13 +3,14 @@
 #![allow(unsafe_code)]
 
 use std::collections::VecDeque;
+use std::fmt;
 use std::sync::Arc;
 
-use super::slot::Slot;
-use super::slot_table::Cursor;
-use super::wait_queue::Queued;
-use super::watch::Watch;
-use super::work_request::WorkKind;
+use crate::engine::slot::Slot;
+use crate::engine::slot_table::Cursor;
+use crate::engine::wait_queue::Queued;
+use crate::engine::watch::Watch;
+use crate::engine::work_request::WorkKind;
 use crate::error::{OpErrorKind, VerbError};
 use crate::types::{QpState, RecvWr, SendWr, Sge, WrId};
 use crate::verbs::{PostError, Qp, Srq};
@@ -18,7 +19,7 @@ pub(super) const WRONG_QUEUE: PostError =
     PostError { posted: 0, error: VerbError::new("post to the wrong queue", VerbError::EINVAL) };
 
 #[derive(Debug, Clone)]
-pub(crate) enum Poster {
+pub(crate) enum DeviceQueue {
     Send(Arc<Qp>),
     Receive(Arc<Qp>),
     Shared(Srq),
@@ -26,23 +27,23 @@ pub(crate) enum Poster {
 
 /// The fields that each operation uses come first, in few cache lines.
 #[repr(C)]
-pub(super) struct Posting {
+pub(in crate::engine) struct WorkQueueState {
     /// Work requests posted, modulo 2^32: the position of the next one.
-    pub(super) posted: u64,
+    pub(in crate::engine) posted: u64,
     /// The value of `posted` up to which there is known capacity; not above `posted` if work is
     /// queued or the queue is closed.
-    pub(super) until: u64,
-    pub(super) poster: Option<Poster>,
-    pub(super) cursor: Cursor,
-    pub(super) waited: u64,
-    pub(super) wait_queue: VecDeque<Queued>,
-    pub(super) watch: Watch,
+    pub(in crate::engine) until: u64,
+    pub(in crate::engine) device: Option<DeviceQueue>,
+    pub(in crate::engine) cursor: Cursor,
+    pub(in crate::engine) waited: u64,
+    pub(in crate::engine) wait_queue: VecDeque<Queued>,
+    pub(in crate::engine) watch: Watch,
 }
 
-impl Posting {
-    pub(super) fn new(poster: Poster) -> Self {
+impl WorkQueueState {
+    pub(in crate::engine) fn new(device: DeviceQueue) -> Self {
         Self {
-            poster: Some(poster),
+            device: Some(device),
             cursor: Cursor::default(),
             posted: 0,
             until: 0,
@@ -53,7 +54,7 @@ impl Posting {
     }
 
     #[inline]
-    pub(super) fn post_one<Q>(
+    pub(in crate::engine) fn post_one<Q>(
         &mut self,
         slot: &Slot<Q>,
         kind: WorkKind,
@@ -61,21 +62,21 @@ impl Posting {
         sges: &[Sge],
     ) -> Result<(), VerbError> {
         slot.set_part_position(wr.wr_id, self.posted as u32);
-        let result = match (kind, &self.poster) {
+        let result = match (kind, &self.device) {
             // SAFETY: S1: for all three: the operation owns the buffers that the elements name, and
             // a bound window keeps its memory until unbound. The operation keeps its buffers until
             // the slot is COMPLETE, or leaves them in the slot, which is emptied only at the
             // completion or after the device has destroyed or reset the queue.
-            (WorkKind::Send(op), Some(Poster::Send(qp))) => unsafe {
+            (WorkKind::Send(op), Some(DeviceQueue::Send(qp))) => unsafe {
                 qp.post_send(&[SendWr { op, ..wr }])
             },
             // SAFETY: S1: as above.
-            (WorkKind::Receive, Some(Poster::Receive(qp))) => unsafe {
+            (WorkKind::Receive, Some(DeviceQueue::Receive(qp))) => unsafe {
                 qp.post_recv(&[RecvWr { wr_id: wr.wr_id, sges }])
             },
             // SAFETY: S1: as above; the shared receive queue is destroyed before its slots are
             // emptied.
-            (WorkKind::Receive, Some(Poster::Shared(srq))) => unsafe {
+            (WorkKind::Receive, Some(DeviceQueue::Shared(srq))) => unsafe {
                 srq.post_recv(&[RecvWr { wr_id: wr.wr_id, sges }])
             },
             _ => Err(WRONG_QUEUE),
@@ -83,7 +84,7 @@ impl Posting {
         result.map_err(|refused| refused.error)?;
         self.posted += 1;
         if is_traced() {
-            trace_posted(slot, wr.wr_id);
+            trace_posted(slot, wr.wr_id, kind);
         }
         Ok(())
     }
@@ -91,16 +92,18 @@ impl Posting {
     /// Returns why the device refused a work request. For EINVAL this is the state of the queue
     /// pair, if it accepts no such work in that state; otherwise `error`.
     #[cold]
-    pub(super) fn refusal(&self, error: VerbError) -> OpErrorKind {
+    pub(in crate::engine) fn refusal(&self, error: VerbError) -> OpErrorKind {
         if error.errno != VerbError::EINVAL {
             return OpErrorKind::Post(error);
         }
-        let (qp, takes): (_, fn(QpState) -> bool) = match &self.poster {
-            Some(Poster::Send(qp)) => (qp, |state| matches!(state, QpState::Rts | QpState::Sqd)),
-            Some(Poster::Receive(qp)) => {
+        let (qp, takes): (_, fn(QpState) -> bool) = match &self.device {
+            Some(DeviceQueue::Send(qp)) => {
+                (qp, |state| matches!(state, QpState::Rts | QpState::Sqd))
+            }
+            Some(DeviceQueue::Receive(qp)) => {
                 (qp, |state| !matches!(state, QpState::Reset | QpState::Err))
             }
-            Some(Poster::Shared(_)) | None => return OpErrorKind::Post(error),
+            Some(DeviceQueue::Shared(_)) | None => return OpErrorKind::Post(error),
         };
         match qp.query() {
             Ok((state, _)) if !takes(state) => OpErrorKind::State { qpn: qp.qpn(), state, error },
@@ -110,12 +113,12 @@ impl Posting {
 }
 
 #[inline]
-pub(super) fn is_traced() -> bool {
+pub(in crate::engine) fn is_traced() -> bool {
     tracing::Level::TRACE <= tracing::level_filters::LevelFilter::current()
 }
 
 #[cold]
-pub(super) fn trace_posted<Q>(slot: &Slot<Q>, id: WrId) {
-    rdma_provider::trace!(wr_id = %id, "posted");
+pub(in crate::engine) fn trace_posted<Q>(slot: &Slot<Q>, id: WrId, work: impl fmt::Debug) {
+    rdma_provider::trace!(wr_id = %id, ?work, "posted");
     slot.trace();
 }
