@@ -5,7 +5,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Weak};
 
 use futures::future::BoxFuture;
-use rdma_message_proto::handshake::{Content, Handshake, HandshakeError};
+use rdma_message_proto::handshake::{Handshake, HandshakeError, Service};
 use rdma_message_proto::refusal::RefusalReason;
 use rdma_provider::cm_contract::{Admit, CmAnswer, Verdict};
 use rdma_provider::locks::Mutex;
@@ -43,7 +43,7 @@ pub struct ListenerStats {
 pub(super) struct Admission {
     max_connections: u32,
     max_per_source: u32,
-    pub(super) content: Content,
+    pub(super) service: Service,
     budget: BufferBudget,
     /// The bytes of a connection's first buffers.
     first_buffers: u64,
@@ -85,7 +85,7 @@ impl Admission {
         Arc::new(Self {
             max_connections: config.max_connections,
             max_per_source: config.max_connections_per_source,
-            content: connection.content,
+            service: connection.service,
             budget: connection.budget.clone(),
             first_buffers: connection.first_bytes(),
             answer,
@@ -154,7 +154,7 @@ impl Admission {
         &self,
         private_data: &'a [u8],
     ) -> Result<(Handshake, &'a [u8]), HandshakeError> {
-        Handshake::decode_for(self.content, private_data)
+        Handshake::decode_for(self.service, private_data)
             .inspect_err(|_| self.state.lock().stats.refused_protocol += 1)
     }
 
@@ -190,12 +190,12 @@ impl Admitted {
 
 /// Returns the private data from which the peer learns the defect of its handshake; empty if it
 /// cannot.
-pub(super) fn rejection(error: &HandshakeError, content: Content) -> Vec<u8> {
+pub(super) fn rejection(error: &HandshakeError, service: Service) -> Vec<u8> {
     match error {
-        HandshakeError::Content { ours, .. } => RefusalReason::OtherContent(*ours).encode(),
-        _ if error.is_foreign() => match content {
-            Content::Messages => cm::FOR_MESSAGES.to_vec(),
-            Content::Bytes => cm::FOR_STREAMS.to_vec(),
+        HandshakeError::Service { ours, .. } => RefusalReason::OtherService(*ours).encode(),
+        _ if error.is_foreign() => match service {
+            Service::Messages => cm::FOR_MESSAGES.to_vec(),
+            Service::Bytes => cm::FOR_STREAMS.to_vec(),
         },
         _ => Vec::new(),
     }
@@ -239,7 +239,7 @@ impl Admit for Admission {
         if let Err(error) = self.handshake(private_data) {
             // Every forged request logs this, so it is not a warning.
             rdma_provider::debug!(peer = %source, %error, "rejected connection request");
-            return Verdict::Reject(rejection(&error, self.content));
+            return Verdict::Reject(rejection(&error, self.service));
         }
         let Some(answer) = self.answer() else { return Verdict::Ask };
         match self.check(source) {
@@ -323,7 +323,7 @@ mod tests {
 
     #[test]
     fn refusal_reasons_round_trip_as_private_data() {
-        let other_content = [Content::Messages, Content::Bytes].map(RefusalReason::OtherContent);
+        let other_content = [Service::Messages, Service::Bytes].map(RefusalReason::OtherService);
         let limits =
             [RefusalReason::ListenerFull, RefusalReason::SourceFull, RefusalReason::ShuttingDown];
         for refusal in limits.into_iter().chain(other_content) {

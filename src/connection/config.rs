@@ -6,7 +6,7 @@ use std::time::Duration;
 use bytes::Bytes;
 use rdma_message_proto::flow::RESERVE;
 use rdma_message_proto::frame::{MAX_RECEIVES, OFFER_LEN};
-use rdma_message_proto::handshake::{Content, Handshake, HandshakeError};
+use rdma_message_proto::handshake::{Handshake, HandshakeError, Service};
 use rdma_message_proto::protocol::Settings;
 use rdma_message_proto::timers::Times;
 
@@ -86,7 +86,7 @@ pub struct ConnectionConfig {
     pub(super) user_data: Bytes,
     pub(super) protection_domain: Option<ProtectionDomain>,
     pub(super) path: Path,
-    pub(super) content: Content,
+    pub(super) service: Service,
 }
 
 const MAX_BUFFERS: u32 = 1 << 20;
@@ -123,7 +123,7 @@ impl Default for ConnectionConfig {
             user_data: Bytes::new(),
             protection_domain: None,
             path: Path::Any,
-            content: Content::Messages,
+            service: Service::Messages,
         }
     }
 }
@@ -368,7 +368,7 @@ impl ConnectionConfig {
     }
 
     pub(crate) fn with_bytes(&self) -> Self {
-        Self { content: Content::Bytes, ..self.clone() }
+        Self { service: Service::Bytes, ..self.clone() }
     }
 
     /// Returns the connection manager's options, which leave `capacity` bytes for the handshake.
@@ -380,7 +380,7 @@ impl ConnectionConfig {
         if len > allowed {
             return Err(HandshakeError::UserData { len, allowed });
         }
-        let handshake = self.handshake().encode_for(self.content, &self.user_data)?;
+        let handshake = self.handshake().encode_for(self.service, &self.user_data)?;
         let options = cm::ConnectionOptions::default()
             .resolve_timeout(self.connect_timeout)
             .timeout(self.connect_timeout);
@@ -390,7 +390,7 @@ impl ConnectionConfig {
     /// Returns the protocol's settings for a queue pair that takes `max_inline` bytes.
     pub(super) fn protocol(&self, max_inline: u32) -> Settings {
         Settings {
-            content: self.content,
+            service: self.service,
             first_receives: self.first_receives(),
             receives: self.receives(),
             grows: self.is_elastic(),

@@ -2,7 +2,7 @@ use std::task::{Context, Poll, Waker};
 use std::time::Duration;
 
 use rdma_message_proto::end::Reason as _;
-use rdma_message_proto::handshake::Content;
+use rdma_message_proto::handshake::Service;
 use rdma_message_proto::lifecycle::{Action, Event, Outcome, Phase};
 use rdma_message_proto::refusal::{RefusalReason, Rejection};
 use rdma_provider::later;
@@ -221,12 +221,12 @@ impl ConnectionState {
     pub(super) fn abandon(&mut self, driver: &Waker) {
         // The peer's `Fin` may be among received frames.
         self.progress(driver);
-        let actions = match self.protocol.content() {
-            Content::Messages => self.protocol.abandon(self.is_at_end()),
-            Content::Bytes if self.stream.linger == Some(Duration::ZERO) => {
+        let actions = match self.protocol.service() {
+            Service::Messages => self.protocol.abandon(self.is_at_end()),
+            Service::Bytes if self.stream.linger == Some(Duration::ZERO) => {
                 return self.abort(CloseReason::Aborted, driver);
             }
-            Content::Bytes => {
+            Service::Bytes => {
                 self.protocol.abandon_stream(self.stream.linger.unwrap_or(self.limits.linger))
             }
         };

@@ -211,7 +211,7 @@ impl Connection {
                 unreachable!("a connected queue pair was prepared")
             };
             let address = link.peer_addr();
-            let (handshake, user_data) = Handshake::decode_for(config.content, link.private_data())
+            let (handshake, user_data) = Handshake::decode_for(config.service, link.private_data())
                 .map_err(|error| EstablishError::OtherProtocol { address, error })?;
             let user_data = Bytes::copy_from_slice(user_data);
             prepared.start(handshake, user_data, Some(link), None)

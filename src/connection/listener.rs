@@ -575,7 +575,7 @@ impl Acceptor {
                         %error,
                         "rejected connection request"
                     );
-                    inner.refuse(&rejection(&error, self.admission.content));
+                    inner.refuse(&rejection(&error, self.admission.service));
                 }
             }
         }

@@ -64,7 +64,7 @@ pub use notifications::Notifications;
 #[doc(inline)]
 pub use rdma_message_proto::Violation;
 #[doc(inline)]
-pub use rdma_message_proto::handshake::{Content, Handshake, HandshakeError};
+pub use rdma_message_proto::handshake::{Handshake, HandshakeError, Service};
 #[doc(inline)]
 pub use rdma_message_proto::refusal::RefusalReason;
 pub(crate) use reading::{Chunk, Taken};

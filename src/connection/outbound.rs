@@ -5,7 +5,7 @@ use std::task::{Context, Poll, Waker};
 
 use bytes::Bytes;
 use rdma_message_proto::frame::{Header, Kind};
-use rdma_message_proto::handshake::Content;
+use rdma_message_proto::handshake::Service;
 use rdma_message_proto::sending::{Blocked, FlushPoint, Way};
 use rdma_provider::later;
 use smallvec::SmallVec;
@@ -241,10 +241,10 @@ impl ConnectionState {
 
     pub(crate) fn withdraw_sender(&mut self, ticket: &mut Option<Ticket>) {
         let waker = self.waiting.senders.withdraw(ticket);
-        match self.protocol.content() {
-            Content::Messages => later::discard(waker),
+        match self.protocol.service() {
+            Service::Messages => later::discard(waker),
             // The task may have waited in another method, which it now polls again.
-            Content::Bytes => later::wake(waker),
+            Service::Bytes => later::wake(waker),
         }
         // It checks its own resource.
         self.wake_senders();
@@ -255,7 +255,7 @@ impl ConnectionState {
         self.protocol.phase().check_open()?;
         let long = message.len();
         // Bytes of a stream are no message; `poll_write_bytes` limits what it offers.
-        if self.protocol.content() == Content::Messages {
+        if self.protocol.service() == Service::Messages {
             LimitError::check("message bytes (max_message of the peer)", long, self.limits.send)
                 .map_err(MessageError::TooLong)?;
         }

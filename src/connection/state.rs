@@ -18,7 +18,7 @@ use std::time::{Duration, Instant};
 
 use rdma_message_proto::Violation;
 use rdma_message_proto::frame::{Header, Kind, OFFER_LEN};
-use rdma_message_proto::handshake::{Content, Handshake};
+use rdma_message_proto::handshake::{Handshake, Service};
 use rdma_message_proto::incoming::Arrival;
 use rdma_message_proto::lifecycle::{Event, Phase, Stage};
 use rdma_message_proto::protocol::{Due, Protocol};
@@ -530,28 +530,28 @@ impl ConnectionState {
     }
 
     pub(super) fn wake_receivers(&mut self) {
-        match self.protocol.content() {
-            Content::Messages => {
+        match self.protocol.service() {
+            Service::Messages => {
                 later::wake(self.waiting.receivers.take_first());
                 if !self.waiting.streams.is_empty() {
                     later::wake(self.waiting.streams.take_all());
                 }
             }
-            Content::Bytes => later::wake(self.waiting.receivers.take_all()),
+            Service::Bytes => later::wake(self.waiting.receivers.take_all()),
         }
     }
 
     pub(super) fn wake_senders(&mut self) {
-        match self.protocol.content() {
-            Content::Messages => later::wake(self.waiting.senders.take_first()),
-            Content::Bytes => later::wake(self.waiting.senders.take_all()),
+        match self.protocol.service() {
+            Service::Messages => later::wake(self.waiting.senders.take_first()),
+            Service::Bytes => later::wake(self.waiting.senders.take_all()),
         }
     }
 
     pub(super) fn is_turn(&self, waiters: &Waiters, ticket: Option<Ticket>) -> bool {
         // A stream has at most one reader and one writer. So all others in its queues only wait for
         // readiness, or no longer do: as with a `TcpStream`, a read may be dropped without notice.
-        self.protocol.content() == Content::Bytes || waiters.is_first(ticket)
+        self.protocol.service() == Service::Bytes || waiters.is_first(ticket)
     }
 
     fn is_unblocked(&self) -> bool {

@@ -581,7 +581,7 @@ fn allows_another(reason: CloseReason) -> bool {
         CloseReason::Violation(_)
         | CloseReason::Rejected
         | CloseReason::Runtime
-        | CloseReason::Refused(RefusalReason::OtherContent(_)) => false,
+        | CloseReason::Refused(RefusalReason::OtherService(_)) => false,
         CloseReason::Clean
         | CloseReason::Local
         | CloseReason::Aborted

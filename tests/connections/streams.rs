@@ -20,7 +20,7 @@ use bytes::Bytes;
 use futures::FutureExt;
 use tokio::io::{AsyncBufReadExt, AsyncReadExt, AsyncWrite, AsyncWriteExt, Interest};
 use tokio::sync::oneshot;
-use tokio_rdma::connection::{BufferBudget, Content, Handshake, RefusalReason, Violation};
+use tokio_rdma::connection::{BufferBudget, Handshake, RefusalReason, Service, Violation};
 use tokio_rdma::software::Network;
 use tokio_rdma::stream::{OwnedReadHalf, OwnedWriteHalf};
 use tokio_rdma::types::{Imm, Rkey};
@@ -721,7 +721,7 @@ fn other_content_is_refused_with_a_text_that_says_so() {
 
             let connecting = Connection::connect_with(&device, for_bytes, &config);
             let refused = soon("refusal", connecting).await.unwrap_err();
-            let reason = RefusalReason::OtherContent(Content::Bytes);
+            let reason = RefusalReason::OtherService(Service::Bytes);
             assert_eq!(refused, EstablishError::Refused { address: for_bytes, reason });
 
             let plain = connect_peer(&device, for_bytes, Vec::new()).await.err().unwrap();
@@ -766,7 +766,7 @@ fn other_content_is_refused_before_accept_is_called() {
             }
             let connecting = RdmaStream::connect_with(&device, address, &config);
             let error = soon("refusal", connecting).await.unwrap_err();
-            let reason = RefusalReason::OtherContent(Content::Messages);
+            let reason = RefusalReason::OtherService(Service::Messages);
             let expected = EstablishError::Refused { address, reason };
             let found = error.get_ref().and_then(|cause| cause.downcast_ref());
             assert_eq!(found, Some(&expected));
@@ -774,7 +774,7 @@ fn other_content_is_refused_before_accept_is_called() {
             let listener = RdmaListener::bind_with(&device, at, &limits).await.unwrap();
             let address = listener.local_addr().unwrap();
             let connecting = Connection::connect_with(&device, address, &config);
-            let reason = RefusalReason::OtherContent(Content::Bytes);
+            let reason = RefusalReason::OtherService(Service::Bytes);
             let error = soon("refusal", connecting).await.unwrap_err();
             assert_eq!(error, EstablishError::Refused { address, reason });
         });

@@ -5,19 +5,19 @@ use std::time::Instant;
 use crate::end::End;
 use crate::flow::RESERVE;
 use crate::frame::{Kind, OFFER_LEN};
-use crate::handshake::{Content, Handshake};
+use crate::handshake::{Handshake, Service};
 use crate::incoming::Arrival;
 use crate::protocol::{Protocol, Settings};
 use crate::timers::Times;
 
-/// Checks that decoded handshakes encode to the same bytes, and have one content.
+/// Checks that decoded handshakes encode to the same bytes, and belong to one service.
 pub fn handshake(bytes: &[u8]) {
-    let contents = [Content::Messages, Content::Bytes];
-    let decoded = contents.map(|content| Handshake::decode_for(content, bytes));
+    let services = [Service::Messages, Service::Bytes];
+    let decoded = services.map(|service| Handshake::decode_for(service, bytes));
     assert!(decoded.iter().any(Result::is_err), "both contents");
-    for (content, decoded) in contents.into_iter().zip(decoded) {
+    for (service, decoded) in services.into_iter().zip(decoded) {
         let Ok((handshake, user)) = decoded else { continue };
-        match handshake.encode_for(content, user) {
+        match handshake.encode_for(service, user) {
             Ok(again) => assert_eq!(bytes[..again.len()], again),
             Err(error) => panic!("{error}"),
         }
@@ -30,10 +30,10 @@ pub fn handshake(bytes: &[u8]) {
 /// 20 bytes of payload. With an odd number of receives, the frames belong to a stream.
 pub fn frames(bytes: &[u8]) {
     let Some((&[receives, window], frames)) = bytes.split_first_chunk() else { return };
-    let content = if receives % 2 == 1 { Content::Bytes } else { Content::Messages };
+    let service = if receives % 2 == 1 { Service::Bytes } else { Service::Messages };
     let receives = RESERVE + 1 + u32::from(receives);
     let mut protocol = Protocol::<End>::new(Settings {
-        content,
+        service,
         first_receives: receives,
         receives,
         grows: true,
@@ -74,7 +74,7 @@ pub fn frames(bytes: &[u8]) {
                 Err(_) => false,
             },
             Arrival::Message { parts, len } => {
-                assert!(content == Content::Messages || parts == 0 && len > 0);
+                assert!(service == Service::Messages || parts == 0 && len > 0);
                 (0..=parts).for_each(|_| protocol.flow.release_message());
                 true
             }

@@ -11,7 +11,7 @@
 use std::time::{Duration, Instant};
 
 use crate::flow::RESERVE;
-use crate::handshake::Content;
+use crate::handshake::Service;
 use crate::incoming::Arrival;
 use crate::window::FIRST_SIZE;
 
@@ -72,17 +72,17 @@ impl Growth {
     }
 
     #[inline]
-    pub(crate) fn note_message(&mut self, content: Content, arrival: Arrival, unanswered: u32) {
+    pub(crate) fn note_message(&mut self, service: Service, arrival: Arrival, unanswered: u32) {
         if !self.is_ended() {
-            self.wanted |= self.is_wanted_by(content, arrival, unanswered);
+            self.wanted |= self.is_wanted_by(service, arrival, unanswered);
         }
     }
 
-    fn is_wanted_by(&self, content: Content, arrival: Arrival, unanswered: u32) -> bool {
+    fn is_wanted_by(&self, service: Service, arrival: Arrival, unanswered: u32) -> bool {
         self.reaches_threshold(unanswered)
             || match arrival {
                 // The sender may have more bytes.
-                Arrival::Message { len, .. } if content == Content::Bytes => {
+                Arrival::Message { len, .. } if service == Service::Bytes => {
                     self.stage == Stage::First && len >= self.size.into()
                 }
                 // The frames may be shorter than a receive, because the sender has not reached
@@ -188,7 +188,7 @@ mod tests {
         let mut side = side();
         for expected in [FIRST, MOST] {
             assert!(!side.is_ended() && side.next() == expected);
-            side.note_message(Content::Messages, message(0, 1), FIRST - RESERVE);
+            side.note_message(Service::Messages, message(0, 1), FIRST - RESERVE);
             assert!(side.is_wanted());
             side.grow(LONG, 0);
             assert!(!side.is_wanted() && side.is_grown() && side.receives() == expected);
@@ -211,7 +211,7 @@ mod tests {
     fn frames_that_come_before_the_growth_call_for_the_next() {
         for (unanswered, next) in [(FIRST - RESERVE - 1, false), (FIRST - RESERVE, true)] {
             let mut side = side();
-            side.note_message(Content::Messages, message(0, 1), 2);
+            side.note_message(Service::Messages, message(0, 1), 2);
             side.grow(LONG, unanswered);
             assert_eq!(side.is_wanted(), next);
             side.grow(LONG, MOST);
@@ -231,15 +231,15 @@ mod tests {
             side.is_wanted()
         };
         let causes: [(Cause, bool, bool); 13] = [
-            (|side| side.note_message(Content::Messages, message(0, 384), 1), false, false),
-            (|side| side.note_message(Content::Messages, message(0, 1), 2), true, false),
-            (|side| side.note_message(Content::Messages, message(0, 1), 4), true, true),
-            (|side| side.note_message(Content::Messages, Arrival::Notification, 1), false, false),
-            (|side| side.note_message(Content::Messages, Arrival::Notification, 4), true, true),
-            (|side| side.note_message(Content::Messages, message(1, 500), 1), true, false),
-            (|side| side.note_message(Content::Messages, message(1, 20_000), 1), true, true),
-            (|side| side.note_message(Content::Bytes, message(0, 383), 1), false, false),
-            (|side| side.note_message(Content::Bytes, message(0, 384), 1), true, false),
+            (|side| side.note_message(Service::Messages, message(0, 384), 1), false, false),
+            (|side| side.note_message(Service::Messages, message(0, 1), 2), true, false),
+            (|side| side.note_message(Service::Messages, message(0, 1), 4), true, true),
+            (|side| side.note_message(Service::Messages, Arrival::Notification, 1), false, false),
+            (|side| side.note_message(Service::Messages, Arrival::Notification, 4), true, true),
+            (|side| side.note_message(Service::Messages, message(1, 500), 1), true, false),
+            (|side| side.note_message(Service::Messages, message(1, 20_000), 1), true, true),
+            (|side| side.note_message(Service::Bytes, message(0, 383), 1), false, false),
+            (|side| side.note_message(Service::Bytes, message(0, 384), 1), true, false),
             (|side| side.note_offer(16_384, 1), true, false),
             (|side| side.note_offer(65_536, 1), true, true),
             (|side| side.note_offer(65_537, 1), false, false),

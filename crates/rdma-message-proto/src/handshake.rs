@@ -17,7 +17,7 @@ use crate::window::{FIRST_SIZE, first_receives};
 /// └────────┴─────────┴───────┴──────────┴──────┴─────────────┴──────────┴───────────┘
 /// ```
 ///
-/// Flag 1 stands for [`Content::Bytes`], flag 2 for [`grows`](Self::grows). Numbers are big-endian.
+/// Flag 1 stands for [`Service::Bytes`], flag 2 for [`grows`](Self::grows). Numbers are big-endian.
 /// The user data has a length because private data is padded with zeros. A request has space for 32
 /// bytes of user data.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -34,9 +34,9 @@ pub struct Handshake {
     pub grows: bool,
 }
 
-/// The content that a connection carries.
+/// The service of a connection.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
-pub enum Content {
+pub enum Service {
     /// Messages: `Connection` and `Listener`.
     #[default]
     Messages,
@@ -44,7 +44,7 @@ pub enum Content {
     Bytes,
 }
 
-impl Content {
+impl Service {
     fn flags(self) -> u8 {
         match self {
             Self::Messages => 0,
@@ -53,7 +53,7 @@ impl Content {
     }
 }
 
-impl fmt::Display for Content {
+impl fmt::Display for Service {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match self {
             Self::Messages => "messages",
@@ -83,21 +83,21 @@ impl Handshake {
     ///
     /// [`HandshakeError::UserData`] above [`MAX_USER_DATA`](Self::MAX_USER_DATA) bytes.
     pub fn encode(&self, user: &[u8]) -> Result<Vec<u8>, HandshakeError> {
-        self.encode_for(Content::Messages, user)
+        self.encode_for(Service::Messages, user)
     }
 
     /// Encodes the handshake like [`encode`](Self::encode), for a connection that carries
-    /// `content`.
+    /// `service`.
     ///
     /// # Errors
     ///
     /// See [`encode`](Self::encode).
-    pub fn encode_for(&self, content: Content, user: &[u8]) -> Result<Vec<u8>, HandshakeError> {
+    pub fn encode_for(&self, service: Service, user: &[u8]) -> Result<Vec<u8>, HandshakeError> {
         let too_long = HandshakeError::UserData { len: user.len(), allowed: Self::MAX_USER_DATA };
         let user_len = u8::try_from(user.len()).map_err(|_| too_long)?;
         let mut bytes = Vec::with_capacity(Self::LEN + user.len());
         bytes.extend_from_slice(&Self::MAGIC);
-        let flags = content.flags() | if self.grows { Self::GROWS } else { 0 };
+        let flags = service.flags() | if self.grows { Self::GROWS } else { 0 };
         bytes.extend_from_slice(&[Self::VERSION, flags, user_len, 0]);
         bytes.extend_from_slice(&self.buffer_size.to_be_bytes());
         bytes.extend_from_slice(&self.receives.to_be_bytes());
@@ -122,16 +122,16 @@ impl Handshake {
     ///
     /// [`HandshakeError`] for any other bytes.
     pub fn decode(bytes: &[u8]) -> Result<(Self, &[u8]), HandshakeError> {
-        Self::decode_for(Content::Messages, bytes)
+        Self::decode_for(Service::Messages, bytes)
     }
 
     /// Decodes the handshake like [`decode`](Self::decode), for a connection that carries
-    /// `content`.
+    /// `service`.
     ///
     /// # Errors
     ///
     /// See [`decode`](Self::decode).
-    pub fn decode_for(content: Content, bytes: &[u8]) -> Result<(Self, &[u8]), HandshakeError> {
+    pub fn decode_for(service: Service, bytes: &[u8]) -> Result<(Self, &[u8]), HandshakeError> {
         let truncated = HandshakeError::Truncated { len: bytes.len() };
         let (magic, rest) = bytes.split_first_chunk::<4>().ok_or(truncated)?;
         if *magic != Self::MAGIC {
@@ -143,15 +143,15 @@ impl Handshake {
             return Err(HandshakeError::Version { theirs: version, ours: Self::VERSION });
         }
         let theirs = match flags & !Self::GROWS {
-            0 => Content::Messages,
-            1 => Content::Bytes,
+            0 => Service::Messages,
+            1 => Service::Bytes,
             _ => return Err(HandshakeError::Reserved { flags, zero }),
         };
         if zero != 0 {
             return Err(HandshakeError::Reserved { flags, zero });
         }
-        if theirs != content {
-            return Err(HandshakeError::Content { theirs, ours: content });
+        if theirs != service {
+            return Err(HandshakeError::Service { theirs, ours: service });
         }
         let (buffer_size, rest) = rest.split_first_chunk().ok_or(truncated)?;
         let (receives, rest) = rest.split_first_chunk().ok_or(truncated)?;
@@ -200,12 +200,12 @@ pub enum HandshakeError {
         /// Own version.
         ours: u8,
     },
-    /// The two ends carry different content.
-    Content {
-        /// Peer's content.
-        theirs: Content,
-        /// Own content.
-        ours: Content,
+    /// The two ends have different services.
+    Service {
+        /// Peer's service.
+        theirs: Service,
+        /// Own service.
+        ours: Service,
     },
     /// Reserved bits set.
     Reserved {
@@ -269,7 +269,7 @@ impl fmt::Display for HandshakeError {
                      same release of tokio-rdma on both sides"
                 )
             }
-            Self::Content { theirs, ours } => {
+            Self::Service { theirs, ours } => {
                 write!(
                     f,
                     "the peer's connection carries {theirs}, this side's {ours}; use Connection \
@@ -348,7 +348,7 @@ mod tests {
         };
         assert_eq!(with(0, b'T'), HandshakeError::Magic { found: *b"TRDM" });
         assert_eq!(with(4, 1), HandshakeError::Version { theirs: 1, ours: 3 });
-        let other = HandshakeError::Content { theirs: Content::Bytes, ours: Content::Messages };
+        let other = HandshakeError::Service { theirs: Service::Bytes, ours: Service::Messages };
         assert_eq!(with(5, 1), other);
         assert_eq!(with(5, 4), HandshakeError::Reserved { flags: 4, zero: 0 });
         assert_eq!(with(7, 1), HandshakeError::Reserved { flags: 0, zero: 1 });

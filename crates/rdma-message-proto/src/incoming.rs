@@ -1,7 +1,7 @@
 use crate::Violation;
 use crate::flow::max_frames;
 use crate::frame::{Header, Kind, OFFER_LEN};
-use crate::handshake::Content;
+use crate::handshake::Service;
 
 /// The content of a frame, which determines what becomes of its receive.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -26,7 +26,7 @@ pub enum Arrival {
 
 #[derive(Debug, Clone)]
 pub(crate) struct Incoming {
-    content: Content,
+    service: Service,
     max_message: u64,
     max_frames: u32,
     /// The frames and bytes of the incomplete message.
@@ -35,12 +35,12 @@ pub(crate) struct Incoming {
 }
 
 impl Incoming {
-    pub(crate) fn new(content: Content, receives: u32, max_message: u64) -> Self {
-        Self { content, max_message, max_frames: max_frames(receives), parts: 0, bytes: 0 }
+    pub(crate) fn new(service: Service, receives: u32, max_message: u64) -> Self {
+        Self { service, max_message, max_frames: max_frames(receives), parts: 0, bytes: 0 }
     }
 
-    pub(crate) fn content(&self) -> Content {
-        self.content
+    pub(crate) fn service(&self) -> Service {
+        self.service
     }
 
     pub(crate) fn max_message(&self) -> u64 {
@@ -55,7 +55,7 @@ impl Incoming {
     /// stream is refused, because it would be taken for the end.
     #[inline]
     pub(crate) fn check(&self, header: Header, len: usize, written: bool) -> Result<(), Violation> {
-        let is_stream = self.content == Content::Bytes;
+        let is_stream = self.service == Service::Bytes;
         match header.kind {
             kind if is_stream && (written || kind == Kind::Part) => {
                 Err(Violation::Header { header: header.encode() })
@@ -77,7 +77,7 @@ impl Incoming {
                 let bytes = self.bytes + len as u64;
                 // The limit is for messages. The bytes of a stream are limited by the size of their
                 // buffer.
-                if bytes > self.max_message && self.content == Content::Messages {
+                if bytes > self.max_message && self.service == Service::Messages {
                     return Err(Violation::TooLong { len: bytes, allowed: self.max_message });
                 }
                 if kind == Kind::Data {
@@ -111,30 +111,30 @@ mod tests {
 
     #[test]
     fn frames_of_streams_are_whole_and_not_empty() {
-        let check = |content, kind, len| {
-            let incoming = Incoming::new(content, RESERVE + 8, 100);
+        let check = |service, kind, len| {
+            let incoming = Incoming::new(service, RESERVE + 8, 100);
             incoming.check(Header { kind, ..HEADER }, len, false)
         };
-        for content in [Content::Messages, Content::Bytes] {
-            assert_eq!(check(content, Kind::Data, 1), Ok(()));
-            assert_eq!(check(content, Kind::Ack, 1), Err(Violation::FrameLength { len: 1 }));
+        for service in [Service::Messages, Service::Bytes] {
+            assert_eq!(check(service, Kind::Data, 1), Ok(()));
+            assert_eq!(check(service, Kind::Ack, 1), Err(Violation::FrameLength { len: 1 }));
         }
-        assert_eq!(check(Content::Messages, Kind::Offer, OFFER_LEN), Ok(()));
-        let short = check(Content::Messages, Kind::Offer, 19);
+        assert_eq!(check(Service::Messages, Kind::Offer, OFFER_LEN), Ok(()));
+        let short = check(Service::Messages, Kind::Offer, 19);
         assert_eq!(short, Err(Violation::FrameLength { len: 19 }));
-        assert_eq!(check(Content::Messages, Kind::Data, 0), Ok(()));
-        assert_eq!(check(Content::Messages, Kind::Part, 1), Ok(()));
-        assert_eq!(check(Content::Bytes, Kind::Data, 0), Err(Violation::FrameLength { len: 0 }));
+        assert_eq!(check(Service::Messages, Kind::Data, 0), Ok(()));
+        assert_eq!(check(Service::Messages, Kind::Part, 1), Ok(()));
+        assert_eq!(check(Service::Bytes, Kind::Data, 0), Err(Violation::FrameLength { len: 0 }));
         let part = Header { kind: Kind::Part, ..HEADER };
         let wrong = |header: Header| Err(Violation::Header { header: header.encode() });
-        assert_eq!(check(Content::Bytes, Kind::Part, 1), wrong(part));
-        let stream = Incoming::new(Content::Bytes, RESERVE + 8, 100);
+        assert_eq!(check(Service::Bytes, Kind::Part, 1), wrong(part));
+        let stream = Incoming::new(Service::Bytes, RESERVE + 8, 100);
         assert_eq!(stream.check(HEADER, 1, true), wrong(HEADER));
     }
 
     #[test]
     fn message_of_several_frames_is_whole_and_has_no_other_frame_in_it() {
-        let mut incoming = Incoming::new(Content::Messages, RESERVE + 8, 100);
+        let mut incoming = Incoming::new(Service::Messages, RESERVE + 8, 100);
         for _ in 0..2 {
             assert_eq!(incoming.add(Kind::Part, 30), Ok(Arrival::Part));
             assert_eq!(incoming.add(Kind::Part, 30), Ok(Arrival::Part));
@@ -151,10 +151,10 @@ mod tests {
 
     #[test]
     fn messages_beyond_the_announced_length_and_frames_are_violations() {
-        let incoming = Incoming::new(Content::Messages, RESERVE + 8, 100);
+        let incoming = Incoming::new(Service::Messages, RESERVE + 8, 100);
         let too_long = incoming.clone().add(Kind::Data, 101);
         assert_eq!(too_long, Err(Violation::TooLong { len: 101, allowed: 100 }));
-        let mut stream = Incoming::new(Content::Bytes, RESERVE + 8, 100);
+        let mut stream = Incoming::new(Service::Bytes, RESERVE + 8, 100);
         assert_eq!(stream.add(Kind::Data, 101), Ok(Arrival::Message { parts: 0, len: 101 }));
         let mut parts = incoming;
         let allowed = max_frames(RESERVE + 8);

@@ -9,7 +9,7 @@ use crate::flow::Flow;
 use crate::frame::{Header, Kind, OFFER_LEN, check_offer};
 use crate::framing::Framing;
 use crate::growth::Growth;
-use crate::handshake::{Content, Handshake};
+use crate::handshake::{Handshake, Service};
 use crate::incoming::{Arrival, Incoming};
 use crate::lifecycle::{Action, Event, Phase, Stage, transition};
 use crate::sending::Sending;
@@ -18,7 +18,7 @@ use crate::window::{FIRST_SIZE, Resize, first_receives};
 
 #[derive(Debug, Clone, Copy)]
 pub struct Settings {
-    pub content: Content,
+    pub service: Service,
     /// The number of first receives, including the reserve.
     pub first_receives: u32,
     /// The maximum of receives, including the reserve.
@@ -78,13 +78,13 @@ pub enum Due {
 impl<R: Reason> Protocol<R> {
     /// Creates the state before [`set_peer`](Self::set_peer).
     pub fn new(settings: Settings) -> Self {
-        let Settings { content, receives, max_message, frame, eager, times, .. } = settings;
+        let Settings { service, receives, max_message, frame, eager, times, .. } = settings;
         let Settings { first_receives, grows, inline, max_offered, .. } = settings;
         Self {
             flow: Flow::new(first_receives, 0),
             sending: Sending::new(inline, max_offered),
             growth: Growth::new(first_receives, receives, eager as u64, grows),
-            incoming: Incoming::new(content, receives, max_message),
+            incoming: Incoming::new(service, receives, max_message),
             framing: Framing::new(frame, eager),
             peer_receives: (0, 0),
             times,
@@ -107,8 +107,8 @@ impl<R: Reason> Protocol<R> {
     }
 
     #[inline]
-    pub fn content(&self) -> Content {
-        self.incoming.content()
+    pub fn service(&self) -> Service {
+        self.incoming.service()
     }
 
     #[inline]
@@ -187,10 +187,10 @@ impl<R: Reason> Protocol<R> {
         written: bool,
     ) -> Result<Received, End> {
         let imm = imm.ok_or(Violation::Header { header: 0 })?;
-        if written && self.content() == Content::Messages {
+        if written && self.service() == Service::Messages {
             self.flow.receive_notification()?;
             let arrival = Arrival::Notification;
-            self.growth.note_message(self.content(), arrival, self.flow.unanswered());
+            self.growth.note_message(self.service(), arrival, self.flow.unanswered());
             return Ok(Received { arrival, fetched: 0 });
         }
         let header = Header::decode(imm);
@@ -200,7 +200,7 @@ impl<R: Reason> Protocol<R> {
             return Err(End::Dropped);
         }
         if self.phase == Phase::Running(Stage::Lingering)
-            && self.content() == Content::Bytes
+            && self.service() == Service::Bytes
             && header.kind.is_message()
         {
             // If this frame or an earlier one acknowledges the `Fin`, the peer knew of it when it
@@ -212,7 +212,7 @@ impl<R: Reason> Protocol<R> {
             Arrival::Control => self.flow.release_control(),
             Arrival::Skip => self.flow.receive_skip()?,
             Arrival::Message { .. } => {
-                self.growth.note_message(self.content(), arrival, self.flow.unanswered());
+                self.growth.note_message(self.service(), arrival, self.flow.unanswered());
             }
             _ => {}
         }
@@ -262,9 +262,9 @@ impl<R: Reason> Protocol<R> {
     }
 
     pub fn kind_of(&self, is_last: bool) -> Kind {
-        match self.content() {
-            Content::Messages if !is_last => Kind::Part,
-            Content::Messages | Content::Bytes => Kind::Data,
+        match self.service() {
+            Service::Messages if !is_last => Kind::Part,
+            Service::Messages | Service::Bytes => Kind::Data,
         }
     }
 
@@ -444,9 +444,9 @@ mod tests {
     use super::*;
     use crate::end::TestReason;
 
-    fn sides(content: Content) -> [Protocol<TestReason>; 2] {
+    fn sides(service: Service) -> [Protocol<TestReason>; 2] {
         let settings = Settings {
-            content,
+            service,
             first_receives: 12,
             receives: 12,
             grows: false,
@@ -472,8 +472,8 @@ mod tests {
 
     #[test]
     fn message_to_a_dropped_stream_is_in_vain_once_the_peer_has_its_end() {
-        for content in [Content::Bytes, Content::Messages] {
-            let [mut a, mut b] = sides(content);
+        for service in [Service::Bytes, Service::Messages] {
+            let [mut a, mut b] = sides(service);
             // A side whose listener shuts down lingers, too, and discards what it gets.
             let actions = a.abandon_stream(LINGER);
             assert!(actions.contains(&Action::WakeSenders));
@@ -485,13 +485,13 @@ mod tests {
             deliver(&mut b, fin);
             let late = b.flow.send(Kind::Data);
             deliver(&mut a, late);
-            assert_eq!(a.peer_writes_in_vain(), content == Content::Bytes);
+            assert_eq!(a.peer_writes_in_vain(), service == Service::Bytes);
         }
     }
 
     #[test]
     fn each_arrival_tells_what_becomes_of_the_receive() {
-        let [mut a, mut b] = sides(Content::Messages);
+        let [mut a, mut b] = sides(Service::Messages);
         let part = b.flow.send(Kind::Part);
         assert_eq!(deliver(&mut a, part).arrival, Arrival::Part);
         let data = b.flow.send(Kind::Data);

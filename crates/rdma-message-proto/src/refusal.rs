@@ -4,7 +4,7 @@
 
 use std::fmt;
 
-use crate::handshake::{Content, Handshake};
+use crate::handshake::{Handshake, Service};
 
 /// The reason why a `Listener` refuses a valid request.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -16,8 +16,8 @@ pub enum RefusalReason {
     SourceFull,
     /// The listener shuts down.
     ShuttingDown,
-    /// The listener carries this content, the request another.
-    OtherContent(Content),
+    /// The listener has this service; the request asks for another.
+    OtherService(Service),
     /// The listener's `BufferBudget` is used up.
     OutOfBuffers,
 }
@@ -30,7 +30,7 @@ impl RefusalReason {
     pub const fn is_temporary(self) -> bool {
         match self {
             Self::ListenerFull | Self::SourceFull | Self::ShuttingDown | Self::OutOfBuffers => true,
-            Self::OtherContent(_) => false,
+            Self::OtherService(_) => false,
         }
     }
 
@@ -40,8 +40,8 @@ impl RefusalReason {
             Self::ListenerFull => 1,
             Self::SourceFull => 2,
             Self::ShuttingDown => 3,
-            Self::OtherContent(Content::Messages) => 4,
-            Self::OtherContent(Content::Bytes) => 5,
+            Self::OtherService(Service::Messages) => 4,
+            Self::OtherService(Service::Bytes) => 5,
             Self::OutOfBuffers => 6,
         };
         [&Handshake::MAGIC[..], &[Handshake::VERSION, Self::KIND, code, 0]].concat()
@@ -56,8 +56,8 @@ impl RefusalReason {
             (true, 1) => Some(Self::ListenerFull),
             (true, 2) => Some(Self::SourceFull),
             (true, 3) => Some(Self::ShuttingDown),
-            (true, 4) => Some(Self::OtherContent(Content::Messages)),
-            (true, 5) => Some(Self::OtherContent(Content::Bytes)),
+            (true, 4) => Some(Self::OtherService(Service::Messages)),
+            (true, 5) => Some(Self::OtherService(Service::Bytes)),
             (true, 6) => Some(Self::OutOfBuffers),
             _ => None,
         }
@@ -75,10 +75,10 @@ impl fmt::Display for RefusalReason {
                  for this address"
             }
             Self::ShuttingDown => "the listener shuts down",
-            Self::OtherContent(Content::Messages) => {
+            Self::OtherService(Service::Messages) => {
                 "the listener carries messages; connect with Connection"
             }
-            Self::OtherContent(Content::Bytes) => {
+            Self::OtherService(Service::Bytes) => {
                 "the listener carries byte streams; connect with RdmaStream"
             }
             Self::OutOfBuffers => {

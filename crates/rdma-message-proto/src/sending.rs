@@ -233,7 +233,7 @@ mod tests {
     use super::*;
     use crate::end::TestReason;
     use crate::frame::Header;
-    use crate::handshake::{Content, Handshake};
+    use crate::handshake::{Handshake, Service};
     use crate::incoming::Arrival;
     use crate::protocol::Settings;
     use crate::timers::Times;
@@ -246,7 +246,7 @@ mod tests {
 
     fn side(receives: u32, of_peer: u32) -> Protocol<TestReason> {
         let settings = Settings {
-            content: Content::Messages,
+            service: Service::Messages,
             first_receives: receives,
             receives,
             grows: false,

@@ -1,7 +1,7 @@
 //! The exact texts of all errors.
 
 use crate::Violation;
-use crate::handshake::{Content, HandshakeError};
+use crate::handshake::{HandshakeError, Service};
 use crate::refusal::RefusalReason;
 
 /// Checks the texts of a type, at least one for each pattern. A variant without a pattern does not
@@ -35,8 +35,8 @@ fn errors_have_their_exact_texts() {
                 "handshake versions do not match: 1 here, 2 at the peer; use the same release of \
                  tokio-rdma on both sides",
         ],
-        HandshakeError::Content { .. } => [
-            HandshakeError::Content { theirs: Content::Bytes, ours: Content::Messages } =>
+        HandshakeError::Service { .. } => [
+            HandshakeError::Service { theirs: Service::Bytes, ours: Service::Messages } =>
                 "the peer's connection carries byte streams, this side's messages; use Connection \
                  and Listener, or RdmaStream and RdmaListener, on both sides",
         ],
@@ -74,10 +74,10 @@ fn errors_have_their_exact_texts() {
             RefusalReason::OutOfBuffers =>
                 "the listener's buffer budget is used up (ConnectionConfig::budget)",
         ],
-        RefusalReason::OtherContent(_) => [
-            RefusalReason::OtherContent(Content::Messages) =>
+        RefusalReason::OtherService(_) => [
+            RefusalReason::OtherService(Service::Messages) =>
                 "the listener carries messages; connect with Connection",
-            RefusalReason::OtherContent(Content::Bytes) =>
+            RefusalReason::OtherService(Service::Bytes) =>
                 "the listener carries byte streams; connect with RdmaStream",
         ],
     });

@@ -65,7 +65,7 @@ impl PreparedConnection {
     ///
     /// [`HandshakeError::UserData`] above [`Handshake::MAX_USER_DATA`] bytes.
     pub fn handshake(&self, user_data: &[u8]) -> Result<Vec<u8>, HandshakeError> {
-        self.config.handshake().encode_for(self.config.content, user_data)
+        self.config.handshake().encode_for(self.config.service, user_data)
     }
 
     /// Connects to the peer, which must do the same. Messages may be sent before it has.
@@ -80,7 +80,7 @@ impl PreparedConnection {
         handshake: &[u8],
     ) -> Result<Connection, EstablishError> {
         NoRuntime::or_current()?;
-        let (handshake, user_data) = Handshake::decode_for(self.config.content, handshake)?;
+        let (handshake, user_data) = Handshake::decode_for(self.config.service, handshake)?;
         let user_data = Bytes::copy_from_slice(user_data);
         self.qp.connect_with(peer, &self.config.options)?;
         self.start(handshake, user_data, None, None)

@@ -237,7 +237,7 @@ mod tests {
     use super::*;
     use crate::cm::{ConnectAttempt, ConnectStep};
     use crate::connection::RefusalReason;
-    use crate::connection::{Content, HandshakeError};
+    use crate::connection::{HandshakeError, Service};
     use crate::error::{LimitError, NoRuntime};
 
     #[test]
@@ -280,7 +280,7 @@ mod tests {
             rejected(RejectReason::CONSUMER, b"go away").into(),
             rejected(RejectReason::INVALID_CLASS_VERSION, &[]).into(),
             rejected(RejectReason::UNSUPPORTED, &[]).into(),
-            refused(RefusalReason::OtherContent(Content::Bytes)),
+            refused(RefusalReason::OtherService(Service::Bytes)),
             EstablishError::Rejected { address, user_data: Bytes::new() },
             EstablishError::Handshake(version),
             EstablishError::OtherProtocol { address, error: version },

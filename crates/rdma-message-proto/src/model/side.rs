@@ -5,7 +5,7 @@ use std::time::Instant;
 use crate::end::{End, TestReason};
 use crate::flow::RESERVE;
 use crate::frame::{Header, Kind, OFFER_LEN};
-use crate::handshake::{Content, Handshake};
+use crate::handshake::{Handshake, Service};
 use crate::incoming::Arrival;
 use crate::lifecycle::{Action, Event, Phase, Stage};
 use crate::protocol::{Protocol, Settings};
@@ -108,7 +108,7 @@ pub(super) struct Side {
 impl Side {
     pub(super) fn new(receives: u32, window: u32, data: u8, offers: u8) -> Self {
         Self {
-            protocol: protocol(Content::Messages, receives, window),
+            protocol: protocol(Service::Messages, receives, window),
             frames: 1,
             stream: false,
             held: 0,
@@ -142,7 +142,7 @@ impl Side {
 
     /// Creates an end of a stream with the smallest window.
     pub(super) fn stream(data: u8, offers: u8, calls: &[Call]) -> Self {
-        let protocol = protocol(Content::Bytes, RESERVE + 1, RESERVE + 1);
+        let protocol = protocol(Service::Bytes, RESERVE + 1, RESERVE + 1);
         Self { protocol, stream: true, ..Self::calling(data, offers, calls) }
     }
 
@@ -306,9 +306,9 @@ impl Side {
     }
 }
 
-fn protocol(content: Content, receives: u32, window: u32) -> Protocol<TestReason> {
+fn protocol(service: Service, receives: u32, window: u32) -> Protocol<TestReason> {
     let mut protocol = Protocol::new(Settings {
-        content,
+        service,
         first_receives: receives,
         receives: MAX_WINDOW as u32,
         grows: false,
