@@ -22,11 +22,11 @@ use tokio_rdma::{
 /// Environment variable that is set in the other process.
 const ROLE: &str = "TOKIO_RDMA_CONNECTIONS_UDP";
 
-/// Returns an ACK timeout of 33 ms and seven retries. That suffices on a busy machine, and detects
-/// a lost peer in about a second.
+/// Returns an ACK timeout of 0.27 s and seven retries. That suffices on a busy machine, and detects
+/// a lost peer in about two seconds.
 fn config() -> ConnectionConfig {
     let options =
-        ConnectOptions { timeout: AckTimeout::from_code(13), retry_count: 7, ..Default::default() };
+        ConnectOptions { timeout: AckTimeout::from_code(16), retry_count: 7, ..Default::default() };
     ConnectionConfig::default().options(options)
 }
 
