@@ -83,7 +83,7 @@ impl<B: Send + 'static> InFlight<B> {
             Poll::Ready(finish(buffer, unsafe { claim.take(extracted, &extract) }))
         };
         if claim.is_new() {
-            return match Drainer::poll_first(claim.queue(), &claim, context, &extract) {
+            return match Drainer::poll_new(claim.queue(), &claim, context, &extract) {
                 Poll::Ready(Some(extracted)) => end(claim, Some(extracted)),
                 Poll::Ready(None) => end(claim, None),
                 Poll::Pending => Poll::Pending,
@@ -111,7 +111,7 @@ impl<B: Send + 'static> InFlight<B> {
         let Some((claim, _)) = &self.held else { polled_again() };
         let extract = |_: &WorkCompletion| claim.queue().end_parts(claim);
         let extracted = if claim.is_new() {
-            ready!(Drainer::poll_first(claim.queue(), claim, context, extract))
+            ready!(Drainer::poll_new(claim.queue(), claim, context, extract))
         } else {
             if claim.is_complete() {
                 ready!(poll_refused(context));
@@ -221,7 +221,7 @@ impl Claim<WorkQueue> {
         if self.is_complete() {
             return Poll::Ready(None);
         }
-        self.queue().cq().poll_again(self.queue(), self, context, extract)
+        self.queue().cq().poll_waiting(self.queue(), self, context, extract)
     }
 
     /// Ends the claim and returns `extracted`, the result of a success, or else the outcome in the

@@ -31,7 +31,7 @@ fn poll_without_reactor(context: &Context<'_>) {
 
 impl Drainer {
     /// Returns true if taken completions may stay undispatched: no task waits, and no thread polls.
-    /// A task that begins to wait dispatches them first: `poll_further`, `wait_slow`,
+    /// A task that begins to wait dispatches them first: `dispatch_rest`, `park`,
     /// `ensure_watched`.
     #[inline]
     fn may_defer(&self) -> bool {
@@ -71,18 +71,18 @@ impl Drainer {
     /// [end](crate::engine::claim::Claim::end) the claim. That may free the queue, so the caller
     /// has no reference arguments to it.
     #[inline(always)]
-    pub(in crate::engine) fn poll_first<S>(
+    pub(in crate::engine) fn poll_new<S>(
         queue: &WorkQueue,
         slot: &Slot<WorkQueue>,
         context: &mut Context<'_>,
         extract: impl FnOnce(&WorkCompletion) -> S,
     ) -> Poll<Option<S>> {
         let this = queue.cq();
-        this.poll_once(lock(&this.state), queue, slot, context, extract)
+        this.take_own(lock(&this.state), queue, slot, context, extract)
     }
 
     #[inline]
-    pub(in crate::engine) fn poll_again<S>(
+    pub(in crate::engine) fn poll_waiting<S>(
         self: &Arc<Self>,
         queue: &WorkQueue,
         slot: &Slot<WorkQueue>,
@@ -101,13 +101,13 @@ impl Drainer {
                 self.found(rounds);
                 extract(completion)
             };
-            return self.poll_once(state, queue, slot, context, extract);
+            return self.take_own(state, queue, slot, context, extract);
         }
-        self.wait_slot(slot, context).map(|()| None)
+        self.drain_and_wait(slot, context).map(|()| None)
     }
 
     #[inline(always)]
-    fn poll_once<'a, S>(
+    fn take_own<'a, S>(
         self: &'a Arc<Self>,
         mut guard: MutexGuard<'a, State>,
         queue: &WorkQueue,
@@ -126,11 +126,11 @@ impl Drainer {
                 let has_waiters = queue.finish_own(slot);
                 queue.slots().remember_free(slot);
                 if has_waiters || !self.may_defer() {
-                    Self::drain_further(guard, queue);
+                    Self::drain_direct(guard, queue);
                 }
                 return Poll::Ready(Some(extracted));
             }
-            self.poll_direct(guard, slot, context)
+            self.dispatch_direct(guard, slot, context)
         } else if state.next < state.end
             && let Some(next) = state.completions.get(state.next)
         {
@@ -145,7 +145,7 @@ impl Drainer {
                 queue.slots().remember_free(slot);
                 return Poll::Ready(Some(extracted));
             }
-            self.poll_further(guard, slot, context)
+            self.dispatch_rest(guard, slot, context)
         } else {
             let found = self.cq.poll_device(&mut state.completions[..]);
             if let Ok(taken) = found
@@ -169,7 +169,7 @@ impl Drainer {
                     return Poll::Ready(Some(extracted));
                 }
             }
-            self.poll_slow(guard, found, slot, context)
+            self.dispatch_taken(guard, found, slot, context)
         };
         waited.map(|()| None)
     }
@@ -177,7 +177,7 @@ impl Drainer {
     /// Handles a batch that does not start with the expected completion, or an exhausted ready
     /// budget.
     #[cold]
-    fn poll_slow<'a>(
+    fn dispatch_taken<'a>(
         self: &'a Arc<Self>,
         mut guard: MutexGuard<'a, State>,
         found: Result<usize, VerbError>,
@@ -196,11 +196,11 @@ impl Drainer {
             return Poll::Pending;
         }
         let more = taken > 0 && self.finish_batch(state, 0, taken);
-        self.wait_slow(guard, more, slot, context)
+        self.wait(guard, more, slot, context)
     }
 
     #[cold]
-    fn poll_further<'a>(
+    fn dispatch_rest<'a>(
         self: &'a Arc<Self>,
         mut state: MutexGuard<'a, State>,
         slot: &Slot<WorkQueue>,
@@ -208,11 +208,11 @@ impl Drainer {
     ) -> Poll<()> {
         self.finish_remaining(&mut state);
         let more = !slot.is_complete() && self.drain_batch(&mut state);
-        self.wait_slow(state, more, slot, context)
+        self.wait(state, more, slot, context)
     }
 
     #[cold]
-    fn poll_direct<'a>(
+    fn dispatch_direct<'a>(
         self: &'a Arc<Self>,
         mut guard: MutexGuard<'a, State>,
         slot: &Slot<WorkQueue>,
@@ -225,11 +225,11 @@ impl Drainer {
             return Poll::Pending;
         }
         let more = self.drain_batch(&mut guard);
-        self.wait_slow(guard, more, slot, context)
+        self.wait(guard, more, slot, context)
     }
 
     #[cold]
-    fn drain_further(mut state: MutexGuard<'_, State>, queue: &WorkQueue) {
+    fn drain_direct(mut state: MutexGuard<'_, State>, queue: &WorkQueue) {
         let this = queue.cq();
         while this.drain_batch(&mut state) {}
         queue.admit_queued(&mut state.woken);
@@ -242,18 +242,20 @@ impl Drainer {
         queue.cq().release(state);
     }
 
-    pub(in crate::engine) fn wait_slot(
+    pub(in crate::engine) fn drain_and_wait(
         self: &Arc<Self>,
         slot: &Slot<WorkQueue>,
         context: &mut Context<'_>,
     ) -> Poll<()> {
-        let Some(mut state) = try_lock(&self.state) else { return self.wait_locked(slot, context) };
+        let Some(mut state) = try_lock(&self.state) else {
+            return self.wait_for_lock(slot, context);
+        };
         let more = self.drain_batch(&mut state);
-        self.wait_slow(state, more, slot, context)
+        self.wait(state, more, slot, context)
     }
 
     #[cold]
-    fn wait_locked(
+    fn wait_for_lock(
         self: &Arc<Self>,
         slot: &Slot<WorkQueue>,
         context: &mut Context<'_>,
@@ -269,11 +271,13 @@ impl Drainer {
         }
         let mut state = lock(&self.state);
         let more = self.drain_batch(&mut state);
-        self.wait_slow(state, more, slot, context)
+        self.wait(state, more, slot, context)
     }
 
+    /// Returns ready if the operation is complete; otherwise waits as the mode requires. `more` if
+    /// the device may have further completions.
     #[inline(never)]
-    fn wait_slow<'a>(
+    fn wait<'a>(
         self: &'a Arc<Self>,
         mut state: MutexGuard<'a, State>,
         mut more: bool,
@@ -281,31 +285,36 @@ impl Drainer {
         context: &mut Context<'_>,
     ) -> Poll<()> {
         let rounds = slot.rounds();
-        loop {
-            if slot.is_complete() {
-                let yields = state.ready_budget == 0;
-                state.ready_budget = if yields { READY_BUDGET } else { state.ready_budget - 1 };
-                self.release(state);
-                if yields {
-                    // Yields to other tasks; the next poll finds the result.
-                    wake_after_others(context);
-                }
-                if more {
-                    self.drain();
-                }
-                self.found(rounds);
-                return if yields { Poll::Pending } else { Poll::Ready(()) };
-            }
+        while !slot.is_complete() {
             if !more {
-                break;
+                state.ready_budget = READY_BUDGET;
+                return if self.may_spin(slot, rounds) {
+                    self.spin(state, slot, rounds.saturating_add(1), context)
+                } else {
+                    self.park(state, slot, rounds, context)
+                };
             }
             self.release(state);
             state = lock(&self.state);
             more = self.drain_batch(&mut state);
         }
-        state.ready_budget = READY_BUDGET;
+        let yields = state.ready_budget == 0;
+        state.ready_budget = if yields { READY_BUDGET } else { state.ready_budget - 1 };
+        self.release(state);
+        if yields {
+            // Yields to other tasks; the next poll finds the result.
+            wake_after_others(context);
+        }
+        if more {
+            self.drain();
+        }
+        self.found(rounds);
+        if yields { Poll::Pending } else { Poll::Ready(()) }
+    }
 
-        let spins = match &self.mode {
+    /// Returns true if the task polls again instead of sleeping, which it has done `rounds` times.
+    fn may_spin(&self, slot: &Slot<WorkQueue>, rounds: u32) -> bool {
+        match &self.mode {
             CompletionMode::Cooperative => self.drivers.load(Ordering::Relaxed) == 0,
             CompletionMode::Hybrid if self.spin.allows(rounds) => true,
             CompletionMode::Hybrid => {
@@ -316,19 +325,33 @@ impl Drainer {
                 false
             }
             CompletionMode::Event | CompletionMode::BusyPoll(_) => false,
-        };
-        if spins {
-            let rounds = rounds.saturating_add(1);
-            slot.spin(rounds);
-            self.release(state);
-            self.serve();
-            if matches!(self.mode, CompletionMode::Cooperative) {
-                share_core(rounds);
-            }
-            wake_in_turn(context, rounds);
-            return Poll::Pending;
         }
+    }
 
+    fn spin(
+        &self,
+        state: MutexGuard<'_, State>,
+        slot: &Slot<WorkQueue>,
+        rounds: u32,
+        context: &mut Context<'_>,
+    ) -> Poll<()> {
+        slot.spin(rounds);
+        self.release(state);
+        self.serve();
+        if matches!(self.mode, CompletionMode::Cooperative) {
+            share_core(rounds);
+        }
+        wake_in_turn(context, rounds);
+        Poll::Pending
+    }
+
+    fn park<'a>(
+        self: &'a Arc<Self>,
+        state: MutexGuard<'a, State>,
+        slot: &Slot<WorkQueue>,
+        rounds: u32,
+        context: &mut Context<'_>,
+    ) -> Poll<()> {
         // The waker is cloned without the lock.
         self.release(state);
         let (waker, mut discarded) = (context.waker().clone(), Discarded::default());
@@ -434,7 +457,7 @@ mod tests {
     /// Messages that complete while a task replaces its waker all the time.
     const MESSAGES: usize = 100;
 
-    // `wait_locked` registers while another thread dispatches completions. One that arrives between
+    // `wait_for_lock` registers while another thread dispatches completions. One that comes between
     // the two steps in which a waker replaces another overtakes it. On one core this hardly ever
     // happens, and the test shows nothing.
     #[test]

@@ -166,7 +166,7 @@ impl Queue {
         device.raise(Arm::Solicited);
     }
 
-    /// Registers `waker` with the operation, like `wait_slow`. Returns true if it is complete.
+    /// Registers `waker` with the operation, like `wait`. Returns true if it is complete.
     fn wait(&self, waker: Waker) -> bool {
         self.with(|draining| {
             draining.drain();
