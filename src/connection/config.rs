@@ -82,7 +82,6 @@ pub struct ConnectionConfig {
     pub(super) completions: Completions,
     pub(super) connect_timeout: Duration,
     /// Set by a [`ListenerConfig`](super::ListenerConfig).
-    pub(super) first_message_timeout: Option<Duration>,
     pub(super) user_data: Bytes,
     pub(super) protection_domain: Option<ProtectionDomain>,
     pub(super) path: Path,
@@ -95,6 +94,12 @@ const MAX_BUFFERS: u32 = 1 << 20;
 pub(super) enum Completions {
     Mode(CompletionMode),
     Given(CompletionQueue),
+}
+
+/// Refuses a timer below the timers' resolution: it would always be due and occupy the processor.
+pub(super) fn check_time(field: &'static str, time: Option<Duration>) -> Result<(), SetupError> {
+    let millis = time.map_or(u64::MAX, |time| u64::try_from(time.as_millis()).unwrap_or(u64::MAX));
+    SetupError::at_least(field, millis, 1)
 }
 
 impl Default for ConnectionConfig {
@@ -119,7 +124,6 @@ impl Default for ConnectionConfig {
             options: ConnectOptions::default(),
             completions: Completions::Mode(CompletionMode::default()),
             connect_timeout: Duration::from_secs(15),
-            first_message_timeout: None,
             user_data: Bytes::new(),
             protection_domain: None,
             path: Path::Any,
@@ -402,7 +406,7 @@ impl ConnectionConfig {
             times: Times {
                 keepalive: self.keepalive,
                 stall: self.stall_timeout,
-                first_message: self.first_message_timeout,
+                first_message: None,
                 shrink: self.shrink_after,
             },
         }
@@ -438,19 +442,10 @@ impl ConnectionConfig {
         at_least("send_buffers", self.send_buffers.into(), 1)?;
         at_least("max_send_wr", self.max_send_wr.into(), 2)?;
         at_least("max_inline", self.max_inline.into(), OFFER_LEN as u64)?;
-        // A timer below the timers' resolution would always be due and occupy the processor.
-        let times = [
-            ("keepalive interval in milliseconds", self.keepalive.map(|(interval, _)| interval)),
-            ("keepalive timeout in milliseconds", self.keepalive.map(|(_, timeout)| timeout)),
-            ("stall_timeout in milliseconds", self.stall_timeout),
-            ("first_message_timeout in milliseconds", self.first_message_timeout),
-            ("shrink_after in milliseconds", Some(self.shrink_after)),
-        ];
-        for (field, time) in times {
-            let millis =
-                time.map_or(u64::MAX, |time| u64::try_from(time.as_millis()).unwrap_or(u64::MAX));
-            at_least(field, millis, 1)?;
-        }
+        check_time("keepalive interval in milliseconds", self.keepalive.map(|(every, _)| every))?;
+        check_time("keepalive timeout in milliseconds", self.keepalive.map(|(_, within)| within))?;
+        check_time("stall_timeout in milliseconds", self.stall_timeout)?;
+        check_time("shrink_after in milliseconds", Some(self.shrink_after))?;
         LimitError::check("receive_buffer_size", self.receive_buffer_size.into(), 1 << 31)?;
         LimitError::check(
             "receive_buffers",

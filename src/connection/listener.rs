@@ -565,6 +565,7 @@ impl Acceptor {
                         user_data,
                         cache,
                         config,
+                        first_message_timeout: self.config.first_message_timeout,
                         admission,
                         waiting,
                     });

@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use super::config::ConnectionConfig;
+use super::config::{ConnectionConfig, check_time};
 use crate::error::SetupError;
 use crate::verbs::Device;
 
@@ -31,6 +31,7 @@ pub struct ListenerConfig {
     pub(super) backlog: u32,
     pub(super) max_connections: u32,
     pub(super) max_connections_per_source: u32,
+    pub(super) first_message_timeout: Option<Duration>,
 }
 
 impl ListenerConfig {
@@ -42,6 +43,7 @@ impl ListenerConfig {
             backlog: 128,
             max_connections: 4096,
             max_connections_per_source: 1024,
+            first_message_timeout: None,
         }
     }
 
@@ -93,7 +95,7 @@ impl ListenerConfig {
     /// message, or offer of a long one, within this time, at least 1 ms; disabled by default. It
     /// limits how long a silent peer holds buffers.
     pub fn first_message_timeout(mut self, timeout: Option<Duration>) -> Self {
-        self.connection.first_message_timeout = timeout;
+        self.first_message_timeout = timeout;
         self
     }
 
@@ -103,6 +105,7 @@ impl ListenerConfig {
 
     pub(super) fn check(&self, device: &Device) -> Result<(), SetupError> {
         SetupError::at_least("handshakes", self.handshakes.into(), 1)?;
+        check_time("first_message_timeout in milliseconds", self.first_message_timeout)?;
         self.connection.check(device)
     }
 }

@@ -106,6 +106,11 @@ impl<R: Reason> Protocol<R> {
         self.timers = Timers::new(self.times, now);
     }
 
+    /// Limits the time from [`set_peer`](Self::set_peer), which must follow, to the first message.
+    pub fn set_first_message_timeout(&mut self, timeout: Option<Duration>) {
+        self.times.first_message = timeout;
+    }
+
     #[inline]
     pub fn service(&self) -> Service {
         self.incoming.service()

@@ -1,6 +1,8 @@
 use std::fmt;
 use std::sync::Arc;
 
+use std::time::Duration;
+
 use bytes::Bytes;
 use rdma_message_proto::handshake::{Handshake, HandshakeError};
 
@@ -84,6 +86,10 @@ impl PreparedConnection {
         let user_data = Bytes::copy_from_slice(user_data);
         self.qp.connect_with(peer, &self.config.options)?;
         self.start(handshake, user_data, None, None)
+    }
+
+    pub(in crate::connection) fn set_first_message_timeout(&mut self, timeout: Option<Duration>) {
+        self.state.protocol.set_first_message_timeout(timeout);
     }
 
     pub(in crate::connection) fn start(

@@ -2,6 +2,7 @@ use std::fmt;
 use std::net::SocketAddr;
 use std::pin::pin;
 use std::sync::Arc;
+use std::time::Duration;
 
 use bytes::Bytes;
 use futures::future::{Either, select};
@@ -38,6 +39,7 @@ pub(super) struct Requested {
     pub(super) user_data: Bytes,
     pub(super) cache: Arc<ResourceCache>,
     pub(super) config: ConnectionConfig,
+    pub(super) first_message_timeout: Option<Duration>,
     pub(super) admission: Arc<Admission>,
     /// The requests that wait at the listener. One of them may evict this one.
     pub(super) waiting: cm::PendingRequests,
@@ -123,11 +125,7 @@ impl ConnectionRequest {
         config: &ConnectionConfig,
     ) -> Result<Connection, EstablishError> {
         match self.0 {
-            State::Requested(request) => {
-                let first_message_timeout = request.config.first_message_timeout;
-                let config = ConnectionConfig { first_message_timeout, ..config.clone() };
-                request.accept_with(&config).await
-            }
+            State::Requested(request) => request.accept_with(config).await,
             State::Established(connection) => Ok(connection.accept()),
         }
     }
@@ -240,7 +238,7 @@ impl Requested {
             let resources = config.resources(&self.cache)?;
             PreparedConnection::new(resources, config, |builder| self.inner.prepare(builder))
         };
-        let prepared = match prepare() {
+        let mut prepared = match prepare() {
             Ok(prepared) => prepared,
             Err(error) => return Err(self.inner.explain_setup_error(error).await?.into()),
         };
@@ -251,6 +249,7 @@ impl Requested {
             Some(admitted) => admitted,
             None => self.admission.reserve_prepared(address.ip()).map_err(refused)?,
         };
+        prepared.set_first_message_timeout(self.first_message_timeout);
         prepared.start(self.handshake, self.user_data, Some(link), Some(admitted))
     }
 }
