@@ -79,8 +79,8 @@ use crate::verbs::{Device, ProtectionDomain};
 ///
 /// Reads return the end only if the peer has shut down its side and all bytes have arrived, or if
 /// this side's [`RdmaListener`] shuts down. Every other end is an error, whose source is a
-/// [`MessageError`] with the [`CloseReason`]. Methods with the error "None" return a `Result`
-/// because those of `TcpStream` do.
+/// [`MessageError`] with the [`CloseReason`]. Methods that only wait, query or set something never
+/// fail, and return a `Result` because those of `TcpStream` do.
 ///
 /// | Kind | Cause |
 /// |---|---|
@@ -168,10 +168,6 @@ impl RdmaStream {
 
     /// Writes bytes like [`OwnedWriteHalf::write_bytes`].
     ///
-    /// # Errors
-    ///
-    /// See [`RdmaStream`].
-    ///
     /// # Cancel safety
     ///
     /// Like `write_all`.
@@ -181,10 +177,6 @@ impl RdmaStream {
 
     /// Writes a registered buffer like [`OwnedWriteHalf::write_buf`].
     ///
-    /// # Errors
-    ///
-    /// See [`RdmaStream`].
-    ///
     /// # Cancel safety
     ///
     /// Like `write_all`.
@@ -193,14 +185,6 @@ impl RdmaStream {
     }
 
     /// Returns the next bytes like [`OwnedReadHalf::read_bytes`].
-    ///
-    /// # Errors
-    ///
-    /// See [`RdmaStream`].
-    ///
-    /// # Cancel safety
-    ///
-    /// Cancel safe.
     pub async fn read_bytes(&mut self) -> io::Result<Option<Bytes>> {
         self.read.read_bytes().await
     }
@@ -211,10 +195,6 @@ impl RdmaStream {
     /// # Errors
     ///
     /// `InvalidInput` if `interest` is neither readable nor writable.
-    ///
-    /// # Cancel safety
-    ///
-    /// Cancel safe.
     pub async fn ready(&self, interest: Interest) -> io::Result<Ready> {
         if !interest.is_readable() && !interest.is_writable() {
             return Err(io::ErrorKind::InvalidInput.into());
@@ -241,68 +221,32 @@ impl RdmaStream {
 
     /// Polls like [`readable`](Self::readable). As with `TcpStream`, only the task that last called
     /// this method or [`poll_peek`](Self::poll_peek) is woken.
-    ///
-    /// # Errors
-    ///
-    /// None.
     pub fn poll_read_ready(&self, context: &mut Context<'_>) -> Poll<io::Result<()>> {
         self.read.poll_read_ready(context).map(Ok)
     }
 
     /// Polls like [`writable`](Self::writable). As with `TcpStream`, only the task of the last call
     /// is woken.
-    ///
-    /// # Errors
-    ///
-    /// None.
     pub fn poll_write_ready(&self, context: &mut Context<'_>) -> Poll<io::Result<()>> {
         self.write.poll_write_ready(context).map(Ok)
     }
 
     /// Waits until [`try_read`](Self::try_read) succeeds, like [`OwnedReadHalf::readable`].
-    ///
-    /// # Errors
-    ///
-    /// None.
-    ///
-    /// # Cancel safety
-    ///
-    /// Cancel safe.
     pub async fn readable(&self) -> io::Result<()> {
         self.read.readable().await
     }
 
     /// Waits until [`try_write`](Self::try_write) succeeds, like [`OwnedWriteHalf::writable`].
-    ///
-    /// # Errors
-    ///
-    /// None.
-    ///
-    /// # Cancel safety
-    ///
-    /// Cancel safe.
     pub async fn writable(&self) -> io::Result<()> {
         self.write.writable().await
     }
 
     /// Reads without consuming, like [`OwnedReadHalf::peek`].
-    ///
-    /// # Errors
-    ///
-    /// See [`RdmaStream`].
-    ///
-    /// # Cancel safety
-    ///
-    /// Cancel safe.
     pub async fn peek(&self, buffer: &mut [u8]) -> io::Result<usize> {
         self.read.peek(buffer).await
     }
 
     /// Polls like [`OwnedReadHalf::poll_peek`].
-    ///
-    /// # Errors
-    ///
-    /// See [`RdmaStream`].
     pub fn poll_peek(
         &self,
         context: &mut Context<'_>,
@@ -312,94 +256,54 @@ impl RdmaStream {
     }
 
     /// Reads without waiting, like [`OwnedReadHalf::try_read`].
-    ///
-    /// # Errors
-    ///
-    /// See [`OwnedReadHalf::try_read`].
     pub fn try_read(&self, buffer: &mut [u8]) -> io::Result<usize> {
         self.read.try_read(buffer)
     }
 
     /// Reads into several buffers like [`OwnedReadHalf::try_read_vectored`].
-    ///
-    /// # Errors
-    ///
-    /// See [`try_read`](Self::try_read).
     pub fn try_read_vectored(&self, buffers: &mut [IoSliceMut<'_>]) -> io::Result<usize> {
         self.read.try_read_vectored(buffers)
     }
 
     /// Reads to the end of `buffer` like [`OwnedReadHalf::try_read_buf`].
-    ///
-    /// # Errors
-    ///
-    /// See [`try_read`](Self::try_read).
     pub fn try_read_buf<B: BufMut>(&self, buffer: &mut B) -> io::Result<usize> {
         self.read.try_read_buf(buffer)
     }
 
     /// Writes without waiting, like [`OwnedWriteHalf::try_write`].
-    ///
-    /// # Errors
-    ///
-    /// See [`OwnedWriteHalf::try_write`].
     pub fn try_write(&self, bytes: &[u8]) -> io::Result<usize> {
         self.write.try_write(bytes)
     }
 
     /// Writes from several buffers like [`OwnedWriteHalf::try_write_vectored`].
-    ///
-    /// # Errors
-    ///
-    /// See [`try_write`](Self::try_write).
     pub fn try_write_vectored(&self, slices: &[IoSlice<'_>]) -> io::Result<usize> {
         self.write.try_write_vectored(slices)
     }
 
     /// Sets how long a dropped stream continues to send, like `SO_LINGER`; by default for
     /// [`close_timeout`](ConnectionConfig::close_timeout). With zero, a drop resets the peer.
-    ///
-    /// # Errors
-    ///
-    /// None.
     pub fn set_linger(&self, linger: Option<Duration>) -> io::Result<()> {
         self.handle().shared.with(|state, _| state.stream.linger = linger);
         Ok(())
     }
 
     /// Calls [`set_linger`](Self::set_linger) with zero.
-    ///
-    /// # Errors
-    ///
-    /// None.
     pub fn set_zero_linger(&self) -> io::Result<()> {
         self.set_linger(Some(Duration::ZERO))
     }
 
     /// Returns what [`set_linger`](Self::set_linger) has set.
-    ///
-    /// # Errors
-    ///
-    /// None.
     pub fn linger(&self) -> io::Result<Option<Duration>> {
         Ok(self.handle().shared.with(|state, _| state.stream.linger))
     }
 
     /// Disables the combination of short writes, like `TCP_NODELAY`.
-    ///
-    /// # Errors
-    ///
-    /// None.
     pub fn set_nodelay(&self, nodelay: bool) -> io::Result<()> {
         self.handle().shared.with(|state, driver| state.set_nodelay(nodelay, driver));
         Ok(())
     }
 
     /// Returns true if short writes are sent at once; false by default.
-    ///
-    /// # Errors
-    ///
-    /// None.
     pub fn nodelay(&self) -> io::Result<bool> {
         Ok(self.handle().shared.with(|state, _| state.stream.nodelay))
     }
@@ -417,28 +321,16 @@ impl RdmaStream {
     }
 
     /// Waits until the stream has ended in both directions, and returns the reason.
-    ///
-    /// # Cancel safety
-    ///
-    /// Cancel safe.
     pub async fn closed(&self) -> CloseReason {
         self.handle().closed().await
     }
 
     /// Returns the local address.
-    ///
-    /// # Errors
-    ///
-    /// None.
     pub fn local_addr(&self) -> io::Result<SocketAddr> {
         self.handle().addresses().map(|(local, _)| local)
     }
 
     /// Returns the peer's address.
-    ///
-    /// # Errors
-    ///
-    /// None.
     pub fn peer_addr(&self) -> io::Result<SocketAddr> {
         self.handle().addresses().map(|(_, peer)| peer)
     }

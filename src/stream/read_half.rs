@@ -21,6 +21,14 @@ use crate::waiters::{Caller, Ticket};
 ///
 /// Dropping it discards bytes that it has buffered. The peer's writes then wait, unless the other
 /// half is dropped too.
+///
+/// # Errors
+///
+/// Those of the [stream](RdmaStream#errors).
+///
+/// # Cancel safety
+///
+/// That of the [stream](RdmaStream#cancel-safety).
 pub struct OwnedReadHalf {
     slot: Mutex<Slot>,
     ticket: Option<Ticket>,
@@ -82,23 +90,11 @@ impl OwnedReadHalf {
     /// More than 256 bytes are returned in their receive buffer, unless the application already
     /// holds [`spare_buffers`](crate::ConnectionConfig::spare_buffers) of these. Other bytes are
     /// copied.
-    ///
-    /// # Errors
-    ///
-    /// See [`RdmaStream`].
-    ///
-    /// # Cancel safety
-    ///
-    /// Cancel safe.
     pub async fn read_bytes(&mut self) -> io::Result<Option<Bytes>> {
         poll_fn(|context| self.poll_read_bytes(context)).await
     }
 
     /// Polls for the next bytes, like [`read_bytes`](Self::read_bytes).
-    ///
-    /// # Errors
-    ///
-    /// See [`RdmaStream`].
     pub fn poll_read_bytes(
         &mut self,
         context: &mut Context<'_>,
@@ -119,14 +115,6 @@ impl OwnedReadHalf {
 
     /// Waits until [`try_read`](Self::try_read) returns bytes, the end or an error. It may still
     /// return `WouldBlock` if another task reads.
-    ///
-    /// # Errors
-    ///
-    /// None.
-    ///
-    /// # Cancel safety
-    ///
-    /// Cancel safe.
     pub async fn readable(&self) -> io::Result<()> {
         let mut guard = WaitGuard::new(&self.handle.shared, ConnectionState::withdraw_receiver);
         poll_fn(|context| self.poll_readable(context, &mut guard.ticket)).await;
@@ -138,10 +126,6 @@ impl OwnedReadHalf {
     /// # Errors
     ///
     /// `InvalidInput` if `interest` is not readable.
-    ///
-    /// # Cancel safety
-    ///
-    /// Cancel safe.
     pub async fn ready(&self, interest: Interest) -> io::Result<Ready> {
         if !interest.is_readable() {
             return Err(io::ErrorKind::InvalidInput.into());
@@ -214,10 +198,6 @@ impl OwnedReadHalf {
     }
 
     /// Reads like [`try_read`](Self::try_read), into several buffers.
-    ///
-    /// # Errors
-    ///
-    /// See [`try_read`](Self::try_read).
     pub fn try_read_vectored(&self, buffers: &mut [IoSliceMut<'_>]) -> io::Result<usize> {
         let most = buffers.iter().fold(0_usize, |sum, buffer| sum.saturating_add(buffer.len()));
         self.try_take(most, |mut bytes| {
@@ -230,23 +210,11 @@ impl OwnedReadHalf {
     }
 
     /// Reads like [`try_read`](Self::try_read), to the end of `buffer`.
-    ///
-    /// # Errors
-    ///
-    /// See [`try_read`](Self::try_read).
     pub fn try_read_buf<B: BufMut>(&self, buffer: &mut B) -> io::Result<usize> {
         self.try_take(buffer.remaining_mut(), |bytes| buffer.put_slice(bytes))
     }
 
     /// Waits for bytes, then copies them like [`try_read`](Self::try_read), without consuming them.
-    ///
-    /// # Errors
-    ///
-    /// See [`RdmaStream`].
-    ///
-    /// # Cancel safety
-    ///
-    /// Cancel safe.
     pub async fn peek(&self, buffer: &mut [u8]) -> io::Result<usize> {
         let mut buffer = ReadBuf::new(buffer);
         loop {
@@ -259,10 +227,6 @@ impl OwnedReadHalf {
 
     /// Polls like [`peek`](Self::peek), and appends the bytes to `buffer`. As with `TcpStream`,
     /// only the task that last called this method or [`RdmaStream::poll_read_ready`] is woken.
-    ///
-    /// # Errors
-    ///
-    /// See [`RdmaStream`].
     pub fn poll_peek(
         &self,
         context: &mut Context<'_>,
@@ -322,19 +286,11 @@ impl OwnedReadHalf {
     }
 
     /// Returns the local address.
-    ///
-    /// # Errors
-    ///
-    /// None.
     pub fn local_addr(&self) -> io::Result<SocketAddr> {
         self.handle.addresses().map(|(local, _)| local)
     }
 
     /// Returns the peer's address.
-    ///
-    /// # Errors
-    ///
-    /// None.
     pub fn peer_addr(&self) -> io::Result<SocketAddr> {
         self.handle.addresses().map(|(_, peer)| peer)
     }

@@ -19,6 +19,14 @@ use crate::memory::{Buf, SlabFinder};
 use crate::waiters::{Caller, Ticket};
 
 /// The writing half of an [`RdmaStream`](super::RdmaStream). Dropping it shuts down the direction.
+///
+/// # Errors
+///
+/// Those of the [stream](super::RdmaStream#errors).
+///
+/// # Cancel safety
+///
+/// That of the [stream](super::RdmaStream#cancel-safety).
 pub struct OwnedWriteHalf {
     ticket: Option<Ticket>,
     slabs: SlabFinder,
@@ -40,10 +48,6 @@ impl OwnedWriteHalf {
     ///   reads.
     ///
     /// Memory that is not copied is in use until the peer's device has the bytes.
-    ///
-    /// # Errors
-    ///
-    /// See [`RdmaStream`](super::RdmaStream).
     ///
     /// # Cancel safety
     ///
@@ -67,10 +71,6 @@ impl OwnedWriteHalf {
     /// The buffer returns to its pool when the peer's device has the bytes and the last view is
     /// dropped.
     ///
-    /// # Errors
-    ///
-    /// See [`RdmaStream`](super::RdmaStream).
-    ///
     /// # Cancel safety
     ///
     /// Like `write_all`: the first bytes may be written.
@@ -93,14 +93,6 @@ impl OwnedWriteHalf {
     /// Waits until [`try_write`](Self::try_write) returns a number of bytes or an error. It may
     /// still return `WouldBlock` if another task writes, or if no buffer can be registered, for
     /// example within the [budget](crate::ConnectionConfig::budget).
-    ///
-    /// # Errors
-    ///
-    /// None.
-    ///
-    /// # Cancel safety
-    ///
-    /// Cancel safe.
     pub async fn writable(&self) -> io::Result<()> {
         let mut guard = WaitGuard::new(&self.handle.shared, ConnectionState::withdraw_sender);
         poll_fn(|context| self.poll_writable(context, &mut guard.ticket)).await;
@@ -112,10 +104,6 @@ impl OwnedWriteHalf {
     /// # Errors
     ///
     /// `InvalidInput` if `interest` is not writable.
-    ///
-    /// # Cancel safety
-    ///
-    /// Cancel safe.
     pub async fn ready(&self, interest: Interest) -> io::Result<Ready> {
         if !interest.is_writable() {
             return Err(io::ErrorKind::InvalidInput.into());
@@ -164,29 +152,17 @@ impl OwnedWriteHalf {
     }
 
     /// Writes like [`try_write`](Self::try_write), from several buffers.
-    ///
-    /// # Errors
-    ///
-    /// See [`try_write`](Self::try_write).
     pub fn try_write_vectored(&self, slices: &[IoSlice<'_>]) -> io::Result<usize> {
         let written = self.handle.shared.with(|state, driver| state.try_write(slices, driver));
         written.map_err(io_error)?.map_err(|_| io::ErrorKind::WouldBlock.into())
     }
 
     /// Returns the local address.
-    ///
-    /// # Errors
-    ///
-    /// None.
     pub fn local_addr(&self) -> io::Result<SocketAddr> {
         self.handle.addresses().map(|(local, _)| local)
     }
 
     /// Returns the peer's address.
-    ///
-    /// # Errors
-    ///
-    /// None.
     pub fn peer_addr(&self) -> io::Result<SocketAddr> {
         self.handle.addresses().map(|(_, peer)| peer)
     }

@@ -174,10 +174,14 @@ fn programs_print_the_text_of_an_error_instead_of_returning_it_from_main() {
     assert!(mains > 10, "only {mains}");
 }
 
+// A section of a type holds for all its methods, which then describe only what differs.
 #[test]
 fn public_functions_document_errors_and_cancel_safety() {
     let (mut incomplete, mut functions) = (Vec::new(), 0);
-    for file in sources(&["src", "crates/rdma-provider/src/types", "crates/rdma-soft/src"]) {
+    let files = sources(&["src", "crates/rdma-provider/src/types", "crates/rdma-soft/src"]);
+    let [fallible, cancellable] =
+        ["# Errors", "# Cancel safety"].map(|section| types_with(section, &files));
+    for file in files {
         let text = fs::read_to_string(&file).expect("a source file");
         // Tests are at the end of a file.
         let code = text.split("\nmod tests {").next().unwrap_or_default();
@@ -193,13 +197,18 @@ fn public_functions_document_errors_and_cancel_safety() {
             }
             functions += 1;
             let doc = doc_above(&code[..line]);
+            let owner = code[..line].rfind("\nimpl").map_or("", |at| self_type(&code[at + 1..]));
             let result = signature.split_once("->").map_or("", |(_, result)| result.trim_start());
             let fails = result.starts_with("Result<") || result.starts_with("io::Result<");
             // The next test checks the documentation of named futures.
             let waits = words.contains("async")
                 || result.contains("impl Future")
                 || result.contains("dyn Future");
-            if fails && !doc.contains("# Errors") || waits && !doc.contains("# Cancel safety") {
+            let has =
+                |section, types: &BTreeSet<String>| doc.contains(section) || types.contains(owner);
+            if fails && !has("# Errors", &fallible)
+                || waits && !has("# Cancel safety", &cancellable)
+            {
                 incomplete.push(format!("{}: {}", file.display(), name_of(signature)));
             }
         }
@@ -299,6 +308,33 @@ fn beside(page: &str, path: &Path) -> PathBuf {
 }
 
 /// Returns the documentation at the end of `text`.
+/// Returns the public types whose documentation has `section`.
+fn types_with(section: &str, files: &[PathBuf]) -> BTreeSet<String> {
+    let mut types = BTreeSet::new();
+    for file in files {
+        let text = fs::read_to_string(file).expect("a source file");
+        for (at, declaration) in text.match_indices("\npub struct ") {
+            if doc_above(&text[..=at]).contains(section) {
+                types.extend(words(&text[at + declaration.len()..]).next().map(str::to_owned));
+            }
+        }
+    }
+    types
+}
+
+/// Returns the name of the type that `text`, which begins with `impl`, implements.
+fn self_type(text: &str) -> &str {
+    let header = text.split(['{', ';']).next().unwrap_or_default().trim_start_matches("impl");
+    let header = header.rsplit_once(" for ").map_or(header, |(_, of)| of);
+    // Generics of the implementation come before the type.
+    let depth = |at: usize| {
+        let before = header[..at].replace("->", "");
+        before.matches('<').count() - before.matches('>').count()
+    };
+    let start = header.char_indices().find(|&(at, c)| c.is_alphabetic() && depth(at) == 0);
+    start.and_then(|(at, _)| words(&header[at..]).next()).unwrap_or_default()
+}
+
 fn doc_above(text: &str) -> String {
     let about =
         |line: &&str| line.starts_with("///") || line.starts_with("#[") || line.ends_with(")]");
