@@ -24,6 +24,12 @@ pub(crate) fn within_budget<T>(
     result
 }
 
+/// Takes one unit of the budget, or yields.
+#[inline(never)]
+pub(crate) fn consume_budget(context: &mut Context<'_>) -> Poll<()> {
+    within_budget(context, |_| Poll::Ready(()))
+}
+
 /// Calls `attempt` once the task has budget left. Only `Some` consumes from it, because with `None`
 /// the caller waits.
 #[inline]

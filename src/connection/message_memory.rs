@@ -1,7 +1,6 @@
 //! Memory for long messages, and the READs that fill it.
 
 use std::collections::VecDeque;
-use std::future::Future;
 use std::sync::{Arc, OnceLock};
 use std::task::{Context, Poll};
 
@@ -271,7 +270,7 @@ impl Fetch {
     ) -> Poll<Result<FetchOutput, OpErrorKind>> {
         match self {
             Self::Whole(read) => {
-                let read = std::pin::Pin::new(read).poll(context);
+                let read = read.poll_unconstrained(context);
                 let done = read.map_ok(|buffer| FetchOutput::Message(buffer.freeze()));
                 done.map_err(|error| error.kind())
             }
@@ -304,7 +303,7 @@ impl Parts {
         context: &mut Context<'_>,
     ) -> Poll<Result<FetchOutput, OpErrorKind>> {
         while let Some(read) = self.reads.front_mut() {
-            let done = std::task::ready!(std::pin::Pin::new(read).poll(context));
+            let done = std::task::ready!(read.poll_unconstrained(context));
             self.reads.pop_front();
             if let Err(error) = done {
                 return Poll::Ready(Err(error.kind()));

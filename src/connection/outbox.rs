@@ -1,8 +1,6 @@
 //! Frames and offers on their way to the peer.
 
 use std::collections::VecDeque;
-use std::future::Future;
-use std::pin::Pin;
 use std::task::{Context, Poll, ready};
 
 use super::stream_state::Held;
@@ -104,5 +102,5 @@ impl Sent {
 
 #[inline]
 fn poll<B: Gather>(send: &mut Send<B>, context: &mut Context<'_>) -> Poll<Result<(), OpErrorKind>> {
-    Pin::new(send).poll(context).map_ok(drop).map_err(|error| error.kind())
+    send.poll_unconstrained(context).map_ok(drop).map_err(|error| error.kind())
 }

@@ -9,9 +9,7 @@
 //! [`ConnectionState::progress`] does all work that is possible now. The waker of operations and
 //! the driver call it too, so progress never depends on the application's tasks.
 
-use std::future::Future;
 use std::ops::ControlFlow;
-use std::pin::Pin;
 use std::sync::Arc;
 use std::task::{Context, Poll, Waker, ready};
 use std::time::{Duration, Instant};
@@ -312,7 +310,7 @@ impl ConnectionState {
             if self.io.notifies && !arrived {
                 return Ok(());
             }
-            let Poll::Ready(result) = Pin::new(receive).poll(context) else { return Ok(()) };
+            let Poll::Ready(result) = receive.poll_unconstrained(context) else { return Ok(()) };
             self.receives.posted.pop_front();
             match result {
                 Ok(received) => self.on_frame(received)?,

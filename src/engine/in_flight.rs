@@ -13,7 +13,7 @@ use super::failures::success;
 use super::slot::{Detach, DetachedBuffers, FailedParts, Outcome};
 use super::work_queue::WorkQueue;
 use super::work_request_id::index_of;
-use crate::coop::within_budget;
+use crate::coop::consume_budget;
 use crate::error::OpErrorKind;
 use crate::types::{WorkCompletion, WrId};
 
@@ -62,6 +62,9 @@ impl<B: Send + 'static> InFlight<B> {
 
     /// Polls for the outcome. Passes the buffers and the result of `extract` to `finish`, once.
     ///
+    /// `proceed` is polled before an outcome is taken that another task or thread has found. What
+    /// this call finds itself counts towards `ready_budget` of the completion queue.
+    ///
     /// # Panics
     ///
     /// If polled again after it was ready.
@@ -69,6 +72,7 @@ impl<B: Send + 'static> InFlight<B> {
     pub(crate) fn poll<S, R>(
         &mut self,
         context: &mut Context<'_>,
+        proceed: impl FnOnce(&mut Context<'_>) -> Poll<()>,
         extract: impl Fn(&WorkCompletion) -> S,
         finish: impl FnOnce(B, Result<S, OpErrorKind>) -> R,
     ) -> Poll<R> {
@@ -90,9 +94,7 @@ impl<B: Send + 'static> InFlight<B> {
             };
         }
         if claim.is_complete() {
-            if claim.posted_to().is_none() {
-                ready!(poll_refused(context));
-            }
+            ready!(proceed(context));
             return end(claim, None);
         }
         match claim.wait(context, &extract) {
@@ -114,7 +116,7 @@ impl<B: Send + 'static> InFlight<B> {
             ready!(Drainer::poll_new(claim.queue(), claim, context, extract))
         } else {
             if claim.is_complete() {
-                ready!(poll_refused(context));
+                ready!(consume_budget(context));
             }
             ready!(claim.wait(context, &extract))
         };
@@ -149,13 +151,6 @@ impl<B: Send + 'static> Drop for InFlight<B> {
             self.abandon();
         }
     }
-}
-
-#[cold]
-#[inline(never)]
-fn poll_refused(context: &mut Context<'_>) -> Poll<()> {
-    // Posted requests count towards `ready_budget` of the completion queue, which costs less.
-    within_budget(context, |_| Poll::Ready(()))
 }
 
 #[cold]

@@ -5,6 +5,7 @@ use std::pin::Pin;
 use std::sync::Arc;
 use std::task::{Context, Poll};
 
+use crate::coop::consume_budget;
 use crate::engine::{Claim, InFlight, OnFull, Refusal, WorkQueue, WorkRequest};
 use crate::error::{OpError, OpErrorKind, RemoteAccess, TryError};
 use crate::memory::{Gather, Sealed as _};
@@ -100,6 +101,28 @@ impl<F: OperationKind> Operation<F> {
         self.in_flight.is_complete()
     }
 
+    /// Polls without the budget of the task, for code that several tasks share.
+    #[inline]
+    pub(crate) fn poll_unconstrained(
+        &mut self,
+        context: &mut Context<'_>,
+    ) -> Poll<Result<F::Output, OpError<F::Buffer>>> {
+        self.poll_with(context, |_| Poll::Ready(()))
+    }
+
+    #[inline(always)]
+    fn poll_with(
+        &mut self,
+        context: &mut Context<'_>,
+        proceed: impl FnOnce(&mut Context<'_>) -> Poll<()>,
+    ) -> Poll<Result<F::Output, OpError<F::Buffer>>> {
+        let Self { in_flight, accessed } = self;
+        in_flight.poll(context, proceed, F::details, |held, result| match result {
+            Ok(details) => Ok(F::finish(held, details)),
+            Err(kind) => Err(failed::<F>(kind, *accessed, held)),
+        })
+    }
+
     pub(crate) fn refusal(&self) -> Option<OpErrorKind> {
         self.in_flight.refusal()
     }
@@ -148,11 +171,7 @@ impl<F: OperationKind> Future for Operation<F> {
 
     #[inline(always)]
     fn poll(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Self::Output> {
-        let Self { in_flight, accessed } = &mut *self;
-        in_flight.poll(context, F::details, |held, result| match result {
-            Ok(details) => Ok(F::finish(held, details)),
-            Err(kind) => Err(failed::<F>(kind, *accessed, held)),
-        })
+        self.poll_with(context, consume_budget)
     }
 }
 

@@ -291,6 +291,27 @@ fn verbs_that_are_always_ready_let_other_tasks_run() {
             }
         };
         sibling.runs_beside("completed before", last_first).await;
+        let finished = async || {
+            let write = a.write(bytes(), remote);
+            while !write.is_finished() {
+                std::thread::yield_now();
+            }
+            write.await.unwrap();
+        };
+        sibling.runs_beside("finished before", finished).await;
+        let finished = async || {
+            let mut batch = Batch::new();
+            batch.write(bytes(), remote);
+            let batch = a.post_batch(batch);
+            // Finds the completion of the batch, too.
+            let write = a.write(bytes(), remote);
+            while !write.is_finished() {
+                std::thread::yield_now();
+            }
+            assert!(batch.await.is_ok());
+            unconstrained(write).await.unwrap();
+        };
+        sibling.runs_beside("batch finished before", finished).await;
         b.close().await;
         let closed = QueuePair::new(&pd, &queue).unwrap();
         sibling.runs_beside("refused", async || drop(closed.write(bytes(), remote).await)).await;
