@@ -437,11 +437,12 @@ impl Connection {
     /// Dropping the future loses nothing.
     pub async fn flush(&self) -> Result<(), MessageError> {
         let shared = &self.handle.shared;
-        let mut flush = FlushGuard { shared, flush: Flush::default() };
+        let mut guard = WaitGuard::new(shared, ConnectionState::withdraw_flusher);
+        let mut flush = Flush::default();
         poll_fn(|context| {
             within_budget(context, |context| {
                 shared.poll(context, |state, driver, caller| {
-                    state.poll_flush(&mut flush.flush, driver, caller)
+                    state.poll_flush(&mut flush, &mut guard.ticket, driver, caller)
                 })
             })
         })
@@ -653,20 +654,6 @@ impl fmt::Debug for Connection {
             .field("close_reason", &self.close_reason())
             .field("counters", &self.counters())
             .finish_non_exhaustive()
-    }
-}
-
-/// A waiting flush. Dropping it withdraws the waiter.
-struct FlushGuard<'a> {
-    shared: &'a ConnectionInner,
-    flush: Flush,
-}
-
-impl Drop for FlushGuard<'_> {
-    fn drop(&mut self) {
-        if self.flush.ticket.is_some() {
-            self.shared.with(|state, _| state.withdraw_flusher(&mut self.flush.ticket));
-        }
     }
 }
 

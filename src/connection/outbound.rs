@@ -95,7 +95,6 @@ impl<S: Deref<Target = [u8]>> Pieces<'_, S> {
 
 #[derive(Debug, Default)]
 pub(super) struct Flush {
-    pub(super) ticket: Option<Ticket>,
     target: Option<FlushPoint>,
     /// Messages sent when `target` was set.
     messages: u64,
@@ -397,6 +396,7 @@ impl ConnectionState {
     pub(super) fn poll_flush(
         &mut self,
         flush: &mut Flush,
+        ticket: &mut Option<Ticket>,
         driver: &Waker,
         caller: &mut Caller<'_>,
     ) -> Poll<Result<(), MessageError>> {
@@ -409,7 +409,7 @@ impl ConnectionState {
         };
         // Registers before `progress`, which watches only sends that someone waits for. A spurious
         // wake-up is possible: it may wake this task for another flush.
-        self.waiting.flushers.wait(&mut flush.ticket, caller);
+        self.waiting.flushers.wait(ticket, caller);
         let earliest = self.waiting.flush.map_or(target, |point| point.min(target));
         self.waiting.flush = Some(earliest);
         self.progress(driver);
@@ -420,7 +420,7 @@ impl ConnectionState {
             None => return Poll::Pending,
         };
         flush.target = None;
-        self.withdraw_flusher(&mut flush.ticket);
+        self.withdraw_flusher(ticket);
         Poll::Ready(result)
     }
 

@@ -61,7 +61,7 @@ impl Failures {
         lock(&self.cause).as_deref().copied()
     }
 
-    /// Records the failure of a part other than the last of its batch. Requires the lock of posting
+    /// Records the failure of a part other than the last of its batch. Requires `WorkQueue::state`
     /// or of the completion queue, because `rouse` would mistake the new flag for an abandonment.
     #[cold]
     pub(super) fn fail_part<Q>(&self, slot: &Slot<Q>, part: u32, kind: OpErrorKind) {

@@ -20,10 +20,10 @@
 //!
 //! # Lock order
 //!
-//! `QueuePairCore::change`, then `Drainer::state` (of several completion queues, by
-//! address), then `WorkQueue::posting`, then the locks of `Failures`. The provider's lock of a
-//! completion queue that is read in place is taken under `state`: before `posting` by dispatch,
-//! after it by a reset, which therefore holds `state` too. Cloning, waking or dropping a waker and
+//! `QueuePairCore::change`, then `Drainer::state` (of several completion queues, by address), then
+//! `WorkQueue::state`, then the locks of `Failures`. The provider's lock of a completion queue
+//! that is read in place is taken under `Drainer::state`: before `WorkQueue::state` by dispatch,
+//! after it by a reset, which therefore holds both. Cloning, waking or dropping a waker and
 //! dropping a buffer can run user code, so none of these happens under a lock: [`wake_list`] and
 //! [`later`](rdma_provider::later) keep them until the locks are released.
 

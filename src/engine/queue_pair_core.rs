@@ -172,7 +172,7 @@ impl QueuePairCore {
     }
 
     /// Excludes the dispatch of completions that are read in place: dispatch locks the device's
-    /// queue before `posting` of a work queue, and a reset in the other order.
+    /// queue before `WorkQueue::state`, and a reset in the other order.
     fn exclude_dispatch(&self) -> SmallVec<[impl Sized + '_; 2]> {
         let mut queues: SmallVec<[_; 2]> = self.queues().map(|queue| queue.cq()).collect();
         queues.sort_by_key(|queue| Arc::as_ptr(queue));

@@ -124,7 +124,8 @@ pub(crate) struct Slot<Q> {
     position: AtomicU32,
     start: AtomicU32,
     state: AtomicU16,
-    first: AtomicU16,
+    /// The state of a claimed slot, with the flags of its work queue.
+    submitted: u16,
     parts: AtomicU16,
     /// Rounds that the operation has spun, modulo 2^16; valid if SPUN is set.
     rounds: AtomicU16,
@@ -150,7 +151,7 @@ impl<Q> Slot<Q> {
         Self {
             id: AtomicU64::new(id.0),
             state: AtomicU16::new(FREE),
-            first: AtomicU16::new(if polled { SUBMITTED | POLLED } else { SUBMITTED }),
+            submitted: if polled { SUBMITTED | POLLED } else { SUBMITTED },
             position: AtomicU32::new(0),
             start: AtomicU32::new(0),
             parts: AtomicU16::new(1),
@@ -164,12 +165,12 @@ impl<Q> Slot<Q> {
     }
 
     pub(super) fn solicited(mut self) -> Self {
-        self.first = AtomicU16::new(self.first.load(Ordering::Relaxed) | SOLICITED);
+        self.submitted |= SOLICITED;
         self
     }
 
     pub(super) fn notifying(mut self) -> Self {
-        self.first = AtomicU16::new(self.first.load(Ordering::Relaxed) | NOTIFIES);
+        self.submitted |= NOTIFIES;
         self
     }
 
@@ -204,7 +205,7 @@ impl<Q> Slot<Q> {
             self.parts.store(parts as u16, Ordering::Release);
         }
         // Release: a thread that sees this generation also sees its id.
-        self.state.store(self.first.load(Ordering::Relaxed), Ordering::Release);
+        self.state.store(self.submitted, Ordering::Release);
         true
     }
 
@@ -274,7 +275,7 @@ impl<Q> Slot<Q> {
         }
         let mut state = self.state.load(Ordering::Acquire);
         // SAFETY: C1: in these phases the cell is the drainer's. There is one drainer: it holds the
-        // lock of the completion queue, or of posting if the work was never posted.
+        // lock of the completion queue, or of the work queue if the work was never posted.
         self.outcome.with_mut(|cell| unsafe { *cell = outcome });
         loop {
             let result = match state & PHASE {
@@ -391,7 +392,8 @@ impl<Q> Slot<Q> {
         self.state.load(Ordering::Relaxed) & TRACED != 0
     }
 
-    /// Returns true if the slot is in flight, without flags, and its operation has not waited.
+    /// Returns true if the slot is in flight without flags and without a waker, so that its
+    /// operation may take its own completion without the slot's phases.
     #[inline]
     pub(super) fn is_new(&self) -> bool {
         self.state.load(Ordering::Acquire) == SUBMITTED

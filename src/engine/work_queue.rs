@@ -53,7 +53,6 @@ pub(crate) struct WorkQueue {
     has_plain: bool,
     shared: bool,
     owner: Owner,
-    /// The fields that each operation uses come first, in few cache lines.
     pub(super) state: Mutex<WorkQueueState>,
     pub(super) limits: Limits,
     failures: Failures,

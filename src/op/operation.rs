@@ -142,7 +142,8 @@ impl<F: OperationKind> Operation<F> {
     }
 }
 
-/// `held` is in memory only here, for the less common requests.
+/// Posts or queues what [`submit_now`](WorkQueue::submit_now) does not: inline bytes, several
+/// buffers, work for a receiver, and all work without capacity. `held` is in memory only here.
 #[cold]
 fn submit_other<B: Gather>(
     queue: &Arc<WorkQueue>,

@@ -16,7 +16,8 @@ pub(super) struct Polled {
     /// A message that waits for a credit.
     pending: Option<Bytes>,
     pub(super) sending: Option<Ticket>,
-    flushing: Flush,
+    flush: Flush,
+    flushing: Option<Ticket>,
     receiving: Option<Ticket>,
     ended: bool,
 }
@@ -36,10 +37,10 @@ impl Connection {
     }
 
     fn poll_flushed(&mut self, context: &mut Context<'_>) -> Poll<Result<(), MessageError>> {
-        let Self { handle, polled: Polled { flushing, .. } } = self;
+        let Self { handle, polled: Polled { flush, flushing, .. } } = self;
         handle.shared.poll(context, |state, driver, caller| {
-            flushing.renew(state);
-            state.poll_flush(flushing, driver, caller)
+            flush.renew(state);
+            state.poll_flush(flush, flushing, driver, caller)
         })
     }
 }
@@ -106,10 +107,10 @@ impl Stream for Connection {
 impl Drop for Connection {
     fn drop(&mut self) {
         let Self { handle, polled: Polled { sending, flushing, receiving, .. } } = self;
-        if sending.is_some() || flushing.ticket.is_some() {
+        if sending.is_some() || flushing.is_some() {
             handle.shared.with(|state, _| {
                 state.withdraw_sender(sending);
-                state.withdraw_flusher(&mut flushing.ticket);
+                state.withdraw_flusher(flushing);
             });
         }
         if receiving.is_some() {

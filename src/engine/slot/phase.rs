@@ -4,8 +4,8 @@
 ///          claim             register               finish           free
 ///   Free ────────▶ Submitted ───────▶ Waiting ─────────────▶ Complete ────▶ Free
 ///                   │  │ └──────────── finish ───────────────▶ ▲
-///                   │  │  ◀─ rouse ──── │ └─ Waking ───────────┘ finish: takes the waker first
-///                   │  │                │
+///                   │  │                │ └─ Waking ───────────┘ finish: takes the waker first
+///                   │  │ ◀─ rouse ──────┘   │ detach ─▶ Detached
 ///                   │  └ detach         └ detach        finish, free
 ///                   │  └────────────────┴──▶ Detached ─────────────▶ Free
 ///                   └─ free: the device refused it ────────────────▶ Free

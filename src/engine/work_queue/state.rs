@@ -28,7 +28,7 @@ pub(crate) enum DeviceQueue {
 /// The fields that each operation uses come first, in few cache lines.
 #[repr(C)]
 pub(in crate::engine) struct WorkQueueState {
-    /// Work requests posted, modulo 2^32: the position of the next one.
+    /// Work requests posted so far. The low 32 bits are the position of the next one.
     pub(in crate::engine) posted: u64,
     /// The value of `posted` up to which there is known capacity; not above `posted` if work is
     /// queued or the queue is closed.
