@@ -312,7 +312,7 @@ impl Connection {
         let message = message.into();
         let buffer = self.handle.as_buffer(&message);
         let outgoing = Outgoing::of(&message, buffer.as_ref());
-        match self.handle.shared.with(|state, driver| state.send_now(outgoing, driver)) {
+        match self.handle.shared.with(|state, driver| state.try_send(outgoing, driver)) {
             Ok(true) => Ok(()),
             Ok(false) => Err(TrySendError::Full(message)),
             Err(error) => Err(TrySendError::Failed(error)),

@@ -139,7 +139,7 @@ impl ConnectionState {
         driver: &Waker,
         caller: &mut Caller<'_>,
     ) -> Poll<Result<(), MessageError>> {
-        self.poll_unblocked(|state| state.try_send(message, driver), ticket, driver, caller)
+        self.poll_unblocked(|state| state.attempt_send(message, driver), ticket, driver, caller)
     }
 
     /// Calls `send` if this task is first in the queue. Waits for the resource that it returns as
@@ -221,7 +221,7 @@ impl ConnectionState {
 
     /// Returns false if a resource is missing or other tasks wait for one. The caller must drop the
     /// message without the lock.
-    pub(super) fn send_now(
+    pub(super) fn try_send(
         &mut self,
         message: Outgoing<'_>,
         driver: &Waker,
@@ -230,10 +230,10 @@ impl ConnectionState {
         if !self.waiting.senders.is_empty() {
             return Ok(false);
         }
-        let mut sent = self.try_send(message, driver)?;
+        let mut sent = self.attempt_send(message, driver)?;
         if sent.is_err() {
             self.progress(driver);
-            sent = self.try_send(message, driver)?;
+            sent = self.attempt_send(message, driver)?;
         }
         Ok(sent.is_ok())
     }
@@ -250,7 +250,7 @@ impl ConnectionState {
     }
 
     /// Sends a message. Completions of sends in place wake `driver`.
-    pub(super) fn try_send(&mut self, message: Outgoing<'_>, driver: &Waker) -> Attempt<()> {
+    pub(super) fn attempt_send(&mut self, message: Outgoing<'_>, driver: &Waker) -> Attempt<()> {
         self.protocol.phase().check_open()?;
         let long = message.len();
         // Bytes of a stream are no message; `poll_write_bytes` limits what it offers.
@@ -372,7 +372,7 @@ impl ConnectionState {
         let mut left = len;
         for number in 0..frames {
             let frame = left.min(self.protocol.frame_len(number as u32));
-            match self.send_buffer(frame, frames)? {
+            match self.take_send_buffer(frame, frames)? {
                 Ok(mut buffer) => {
                     message.fill(&mut buffer);
                     left -= frame;

@@ -218,7 +218,7 @@ impl ConnectionState {
         if !self.memory.send.has_free(1) || self.outbox.sends.len() >= REUSED {
             self.reap();
         }
-        let mut buffer = match self.send_buffer(len, 1)? {
+        let mut buffer = match self.take_send_buffer(len, 1)? {
             Ok(buffer) => buffer,
             Err(block) => return Ok(Err(block)),
         };
@@ -279,7 +279,7 @@ impl ConnectionState {
             return true;
         }
         // The peer's receives are shorter.
-        let sent = match self.send_buffer(frame, 1) {
+        let sent = match self.take_send_buffer(frame, 1) {
             Ok(Ok(mut part)) => {
                 part.copy_from_slice(&held.unsent()[..frame]);
                 self.send_copied(Kind::Data, part);
@@ -305,7 +305,7 @@ impl ConnectionState {
             return Ok(Err(Blocked::Held));
         }
         self.protocol.sending.note_full(0, false);
-        Ok(self.try_send(message, driver)?.map(|()| len))
+        Ok(self.attempt_send(message, driver)?.map(|()| len))
     }
 
     pub(crate) fn set_nodelay(&mut self, nodelay: bool, driver: &Waker) {

@@ -52,9 +52,7 @@ mod slot_table;
 mod spin_budget;
 #[cfg(all(test, not(loom)))]
 mod tests;
-mod wait_queue;
 mod wake_list;
-mod watch;
 mod work_queue;
 mod work_request;
 mod work_request_id;

@@ -246,7 +246,7 @@ impl Flow {
         Some(header)
     }
 
-    pub fn skips(&self) -> bool {
+    pub fn has_due_skip(&self) -> bool {
         self.to_skip > 0 && !self.finished
     }
 

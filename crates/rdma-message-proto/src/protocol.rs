@@ -322,7 +322,7 @@ impl<R: Reason> Protocol<R> {
             return Some((self.flow.send(Kind::Ack), None));
         }
         // Tested first, because skips are rare.
-        let skips = self.flow.skips() && may_skip();
+        let skips = self.flow.has_due_skip() && may_skip();
         let skipped = if skips { self.flow.skip() } else { None };
         skipped.map(|header| (header, None))
     }

@@ -205,7 +205,7 @@ impl<R: Reason> Protocol<R> {
     ) -> Option<usize> {
         let last = self.sending.in_flight.checked_sub(1)?;
         // Without a posted receive, only a send reports that the queue pair has failed.
-        if self.flow.is_over() || waits.is_deaf || waits.holds || self.flow.skips() {
+        if self.flow.is_over() || waits.is_deaf || waits.holds || self.flow.has_due_skip() {
             return Some(last);
         }
         if let Some(point) = waits.flush

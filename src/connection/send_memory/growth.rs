@@ -10,7 +10,7 @@ use crate::memory::{BufMut, Pool, PoolError};
 
 impl ConnectionState {
     #[inline]
-    pub(in crate::connection) fn send_buffer(
+    pub(in crate::connection) fn take_send_buffer(
         &mut self,
         len: usize,
         frames: usize,
@@ -63,7 +63,7 @@ impl ConnectionState {
             Ok(true) => {
                 // The driver deregisters them when the connection is idle.
                 self.io.wake_driver();
-                self.send_buffer(len, frames)
+                self.take_send_buffer(len, frames)
             }
             Ok(false) => Ok(Err(Blocked::Buffers(frames))),
             Err(error) => {

@@ -364,7 +364,8 @@ fn held_bytes_are_sent_whichever_call_finds_the_last_acknowledgement() {
         let [mut client, mut server] = pair().await;
         client.write_all(&[7]).await.unwrap();
         client.handle().shared.with(|state, driver| {
-            let buffer = state.send_buffer(state.protocol.framing().frame(), 1).unwrap().unwrap();
+            let buffer =
+                state.take_send_buffer(state.protocol.framing().frame(), 1).unwrap().unwrap();
             state.outbox.held.push_back(Held::new(buffer, 10));
             let limit = Instant::now() + HANG;
             // Nothing has polled the frame, as if it completed after `send_held`.

@@ -8,12 +8,11 @@ use std::sync::Arc;
 use smallvec::SmallVec;
 
 use super::WorkQueue;
-use super::state::{DeviceQueue, WRONG_QUEUE, WorkQueueState, is_traced, trace_posted};
+use super::state::{DeviceQueue, Queued, WRONG_QUEUE, WorkQueueState, is_traced, trace_posted};
 use crate::engine::batch::{BatchEntry, Entries, Parts, Pieces};
 use crate::engine::claim::Claim;
 use crate::engine::slot::{MAX_PARTS, Outcome, Slot};
 use crate::engine::slot_table::MAX_SLOTS;
-use crate::engine::wait_queue::Queued;
 use crate::engine::wake_list::WakeList;
 use crate::engine::work_request::{OnFull, Receiver, Refusal, WorkKind, WorkRequest, data_of};
 use crate::engine::work_request_id::index_of;
@@ -112,7 +111,7 @@ impl WorkQueue {
     fn send_by(self: &Arc<Self>, post: impl FnOnce(&Qp, WrId) -> bool) -> Option<Claim<Self>> {
         let mut state = lock(&self.state);
         let state = &mut *state;
-        if state.posted >= state.until && !self.can_post(state) {
+        if state.posted >= state.until && !self.renew_capacity(state) {
             return None;
         }
         let Some(DeviceQueue::Send(qp)) = &state.device else { return None };
@@ -134,7 +133,7 @@ impl WorkQueue {
     fn receive_now(self: &Arc<Self>, sge: Sge) -> Option<Claim<Self>> {
         let mut state = lock(&self.state);
         let state = &mut *state;
-        if state.posted >= state.until && !self.can_post(state) {
+        if state.posted >= state.until && !self.renew_capacity(state) {
             return None;
         }
         let device = state.device.as_ref()?;
@@ -161,7 +160,7 @@ impl WorkQueue {
     }
 
     #[inline(never)]
-    pub(in crate::engine) fn can_post(&self, state: &mut WorkQueueState) -> bool {
+    pub(in crate::engine) fn renew_capacity(&self, state: &mut WorkQueueState) -> bool {
         let may_post = state.wait_queue.is_empty() && state.device.is_some();
         let free = if may_post { self.capacity.free(state.posted as u32) } else { 0 };
         state.until = state.posted + u64::from(free);
@@ -171,7 +170,7 @@ impl WorkQueue {
     fn has_capacity(&self, state: &mut WorkQueueState, count: usize) -> bool {
         let needed = state.posted + count as u64;
         if state.until < needed {
-            self.can_post(state);
+            self.renew_capacity(state);
         }
         state.until >= needed
     }
@@ -191,7 +190,7 @@ impl WorkQueue {
         if state.device.is_none() {
             return Err(OpErrorKind::Closed.into());
         }
-        let direct = self.can_post(&mut state);
+        let direct = self.renew_capacity(&mut state);
         if self.limits.depth == 0 {
             // It could never be posted.
             return Err(OpErrorKind::from(LimitError {

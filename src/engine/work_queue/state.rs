@@ -6,13 +6,15 @@ use std::collections::VecDeque;
 use std::fmt;
 use std::sync::Arc;
 
+use smallvec::SmallVec;
+
+use super::watch::Watch;
 use crate::engine::slot::Slot;
 use crate::engine::slot_table::Cursor;
-use crate::engine::wait_queue::Queued;
-use crate::engine::watch::Watch;
-use crate::engine::work_request::WorkKind;
+use crate::engine::work_request::{OwnedReceiver, WorkKind};
 use crate::error::{OpErrorKind, VerbError};
-use crate::types::{QpState, RecvWr, SendWr, Sge, WrId};
+use crate::memory::SgeList;
+use crate::types::{QpState, RecvWr, SendFlags, SendWr, Sge, WindowBind, WrId};
 use crate::verbs::{PostError, Qp, Srq};
 
 pub(super) const WRONG_QUEUE: PostError =
@@ -23,6 +25,19 @@ pub(crate) enum DeviceQueue {
     Send(Arc<Qp>),
     Receive(Arc<Qp>),
     Shared(Srq),
+}
+
+/// A work request that waits for capacity.
+pub(in crate::engine) struct Queued {
+    pub(in crate::engine) id: WrId,
+    pub(in crate::engine) kind: WorkKind,
+    pub(in crate::engine) flags: SendFlags,
+    pub(in crate::engine) sges: SgeList,
+    pub(in crate::engine) inline: Option<SmallVec<[u8; 64]>>,
+    pub(in crate::engine) window: Option<Box<WindowBind>>,
+    pub(in crate::engine) to: Option<OwnedReceiver>,
+    /// True for a part of a batch: if it is refused, so are the following parts.
+    pub(in crate::engine) batch: bool,
 }
 
 /// The fields that each operation uses come first, in few cache lines.
