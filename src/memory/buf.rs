@@ -12,7 +12,6 @@
 
 #![allow(unsafe_code)]
 
-use std::any::Any;
 use std::fmt;
 use std::mem::ManuallyDrop;
 use std::ops::{Deref, DerefMut, RangeBounds};
@@ -224,22 +223,14 @@ impl BufMut {
     ///
     /// [`ProtectionDomain::register`]: crate::verbs::ProtectionDomain::register
     pub fn into_storage<S: Storage>(self) -> Result<S, Self> {
-        if self.slab.free.is_some() || !self.slab.registration().holds::<S>() {
+        if self.slab.free.is_some() {
             return Err(self);
         }
         let len = self.len;
-        let mut this = ManuallyDrop::new(self);
-        // SAFETY: S1: `this` is never dropped, so its reference to the slab is taken once.
-        let slab = unsafe { ManuallyDrop::take(&mut this.slab) };
-        match Arc::try_unwrap(slab) {
+        match Arc::try_unwrap(self.into_chunk().slab) {
             Ok(mut slab) => {
-                let Some(storage) = slab.registration.deregister() else {
-                    return Err(Chunk::new(slab.into_shared(), 0).into_buffer(len));
-                };
-                let storage: Box<dyn Any> = storage;
-                Ok(*storage
-                    .downcast::<S>()
-                    .unwrap_or_else(|_| unreachable!("its type was checked above")))
+                let storage = slab.registration.take();
+                storage.ok_or_else(|| Chunk::new(slab.into_shared(), 0).into_buffer(len))
             }
             Err(slab) => Err(Chunk::new(slab, 0).into_buffer(len)),
         }
@@ -285,8 +276,8 @@ impl DerefMut for BufMut {
 impl Drop for BufMut {
     #[inline]
     fn drop(&mut self) {
-        // SAFETY: S1: taken only here; `freeze`, `into_storage` and `into_chunk` never drop the
-        // value they take it from.
+        // SAFETY: S1: taken only here; `freeze` and `into_chunk` never drop the value they take it
+        // from.
         let slab = unsafe { ManuallyDrop::take(&mut self.slab) };
         FreeList::return_chunk(Chunk { start: self.ptr, slab });
     }
@@ -364,13 +355,9 @@ impl Buf {
         bytes: &bytes::Bytes,
         find: impl FnOnce(usize, usize) -> Option<Arc<Slab>>,
     ) -> Option<Self> {
-        if bytes.len() < slab_index::SHORTEST { None } else { Self::of_long_bytes(bytes, find) }
-    }
-
-    fn of_long_bytes(
-        bytes: &bytes::Bytes,
-        find: impl FnOnce(usize, usize) -> Option<Arc<Slab>>,
-    ) -> Option<Self> {
+        if bytes.len() < slab_index::SHORTEST {
+            return None;
+        }
         let address = bytes.as_ptr().addr();
         let slab = find(address, bytes.len())?;
         let offset = address - slab.range().0;

@@ -127,7 +127,7 @@ impl MemoryWindow {
         range: Range<usize>,
         access: Access,
     ) -> Result<WindowBind, SetupError> {
-        region.check(&range)?;
+        region.registration().check_range(&range)?;
         if !region.registration().pd().same(&self.pd) {
             return Err(SetupError::Foreign { what: "exposed region" });
         }
