@@ -171,8 +171,9 @@ impl Listener {
         self.router.watch()?;
         loop {
             let Pending { endpoint, peer, .. } = self.next().await?;
-            let (device, address) = (self.router.device(), endpoint.peer_addr());
-            let Some(route) = endpoint.route().filter(|route| route.device == device.name()) else {
+            let (device, address) = (self.router.device(), endpoint.id().peer_addr());
+            let route = endpoint.id().route();
+            let Some(route) = route.filter(|route| route.device == device.name()) else {
                 rdma_provider::warn!(
                     ?address,
                     device = device.name(),
@@ -183,7 +184,7 @@ impl Listener {
             let source = route.destination;
             match Path::find(device, &route) {
                 Ok(path) => {
-                    let local = endpoint.local_addr().unwrap_or(self.address);
+                    let local = endpoint.id().local_addr().unwrap_or(self.address);
                     let address = address.unwrap_or(SocketAddr::new(source.to_ip(), 0));
                     return Ok(ConnectionRequest { endpoint, peer, path, source, local, address });
                 }
@@ -201,10 +202,9 @@ impl Listener {
 
     /// Lets the provider answer requests as `admit` decides; returns false if it cannot. Requests
     /// then arrive when their peers have confirmed, and accepting them sends no message.
-    pub(crate) fn answer(&self, admit: Arc<dyn Admit>) -> Result<bool, ConnectError> {
+    pub(crate) fn answer(&self, admit: Arc<dyn Admit>) -> bool {
         let bound = self.bound.lock();
-        let answers = |(endpoint, _): &(Endpoint, _)| endpoint.call(|id| Ok(id.answer(admit)));
-        bound.as_ref().map_or(Ok(false), answers)
+        bound.as_ref().is_some_and(|(endpoint, _)| endpoint.id().answer(admit))
     }
 
     pub(crate) fn watch(&self) -> Result<(), NoRuntime> {
@@ -505,11 +505,11 @@ impl ConnectionRequest {
     /// Lets the provider answer this request, see [`Listener::answer`]. Returns true if it does;
     /// the request must then no longer be used.
     pub(crate) fn answer_late(&self, answer: &CmAnswer) -> bool {
-        self.endpoint.answer_late(answer)
+        self.endpoint.id().answer_late(answer)
     }
 
     pub(crate) fn reserved(&self) -> Option<Qpn> {
-        self.endpoint.reserved()
+        self.endpoint.id().reserved()
     }
 
     /// Accepts the request with `queue_pair`, and waits until the peer confirms.
@@ -542,17 +542,15 @@ impl ConnectionRequest {
         let device = endpoint.router().device().clone();
         let misfit = |error| ConnectError::from(error).during(ConnectStep::Prepare, address);
         path.check(&device, queue_pair).map_err(misfit)?;
-        Keepalive::check(options.probes(), transport.timeout, queue_pair).map_err(misfit)?;
+        Keepalive::check(options.keepalive, transport.timeout, queue_pair).map_err(misfit)?;
         let guard = FailUnlessConnected::new(queue_pair);
         let reads = Reads::of(&device, options)?.agreed(&peer);
-        with_deadline(options.deadline(), ConnectStep::Establish, address, async || {
+        with_deadline(options.timeout, ConnectStep::Establish, address, async || {
             endpoint.inbox().attach_queue_pair(queue_pair);
-            let params = reads.params(queue_pair, private_data, options.deadline());
-            let result = endpoint.call(|id| {
-                make_ready(id, queue_pair, reads, transport)?;
-                Ok(id.accept(&params)?)
-            });
-            endpoint.explain(result, ConnectStep::Accept, address).await?;
+            let params = reads.params(queue_pair, private_data, options.timeout);
+            let ready = make_ready(endpoint.id(), queue_pair, reads, transport);
+            let accepted = ready.and_then(|()| Ok(endpoint.id().accept(&params)?));
+            endpoint.explain(accepted, ConnectStep::Accept, address).await?;
             endpoint
                 .wait_for(|state| match (state.established, &state.end) {
                     // Established even if it has ended again: data of the peer may have arrived.
@@ -565,10 +563,10 @@ impl ConnectionRequest {
                 .await
         })
         .await?;
+        let (addresses, data) = ((local, address), peer.private_data);
+        let connection = CmConnection::new(endpoint, data, addresses, options, queue_pair)?;
         guard.connected();
-        let link =
-            CmConnection::new(endpoint, peer.private_data, (local, address), options.deadline());
-        Ok(link.with_keepalive(options.probes(), queue_pair)?)
+        Ok(connection)
     }
 
     /// Rejects the request. The peer gets [`ConnectError::Rejected`] with this private data.
@@ -589,14 +587,12 @@ impl ConnectionRequest {
             MAX_REJECT_DATA as u64,
         )?;
         self.endpoint.watch()?;
-        let result = self.endpoint.call(|id| Ok(id.reject(private_data)?));
+        let result = self.endpoint.id().reject(private_data);
         self.endpoint.explain(result, ConnectStep::Reject, self.address).await
     }
-}
 
-impl ConnectionRequest {
     pub(crate) fn refuse(self, private_data: &[u8]) {
-        if let Err(error) = self.endpoint.call(|id| Ok(id.reject(private_data)?)) {
+        if let Err(error) = self.endpoint.id().reject(private_data) {
             rdma_provider::debug!(
                 peer = %self.address,
                 %error,
@@ -614,7 +610,7 @@ impl ConnectionRequest {
         if self.reserved().is_none() {
             return Ok(error);
         }
-        let failed = Err::<(), _>(ConnectError::from(error.clone()));
+        let failed = Err::<(), _>(error.clone());
         match self.endpoint.explain(failed, ConnectStep::Prepare, self.address).await {
             Err(ConnectError::Setup { .. } | ConnectError::Verb { .. }) | Ok(()) => Ok(error),
             Err(gone) => Err(gone),
@@ -677,7 +673,7 @@ mod tests {
                     .unwrap();
             let options = ConnectionOptions::default();
             let answer = Listener::answer_with(&server, &options).unwrap();
-            assert!(listener.answer(Arc::new(All(answer))).unwrap());
+            assert!(listener.answer(Arc::new(All(answer))));
             let pd = client.protection_domain().unwrap();
             let queue = CompletionQueue::new(&client, CompletionMode::Event).unwrap();
             let mut routes = Vec::new();

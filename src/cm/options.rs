@@ -9,11 +9,11 @@ use crate::op::ConnectOptions;
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ConnectionOptions {
     source: Option<IpAddr>,
-    resolve_timeout: Duration,
-    timeout: Duration,
+    pub(super) resolve_timeout: Duration,
+    pub(super) timeout: Duration,
     private_data: Vec<u8>,
-    reads: Option<u8>,
-    keepalive: Option<Duration>,
+    pub(super) reads: Option<u8>,
+    pub(super) keepalive: Option<Duration>,
     transport: ConnectOptions,
 }
 
@@ -123,30 +123,10 @@ impl ConnectionOptions {
     ) -> Result<Option<SocketAddr>, SetupError> {
         let Some(source) = self.source else { return Ok(None) };
         if source.is_ipv4() != destination.is_ipv4() {
-            let (ours, theirs) = (source.to_string(), destination.ip().to_string());
-            return Err(SetupError::Mismatch {
-                what: "address families of the source and the destination",
-                ours,
-                theirs,
-            });
+            let what = "address families of the source and the destination";
+            return Err(SetupError::mismatch(what, source, destination.ip()));
         }
         Ok(Some(SocketAddr::new(source, 0)))
-    }
-
-    pub(super) const fn time_to_resolve(&self) -> Duration {
-        self.resolve_timeout
-    }
-
-    pub(super) const fn deadline(&self) -> Duration {
-        self.timeout
-    }
-
-    pub(super) const fn probes(&self) -> Option<Duration> {
-        self.keepalive
-    }
-
-    pub(super) const fn reads_requested(&self) -> Option<u8> {
-        self.reads
     }
 
     pub(super) fn checked(&self, max_data: usize) -> Result<(&[u8], ConnectOptions), LimitError> {

@@ -194,11 +194,6 @@ impl Router {
         });
     }
 
-    /// The reactor's wakers may run outside of any runtime context.
-    fn runtime(&self) -> Option<Handle> {
-        Handle::try_current().ok().or_else(|| self.reactors.handle(&[]))
-    }
-
     pub(super) fn drain(self: &Arc<Self>) {
         // A peer can cause any number of events, so a task continues after `QUOTA` of them.
         let (mut left, mut refused) = (QUOTA, Vec::new());
@@ -242,7 +237,9 @@ impl Router {
     }
 
     fn schedule_drain(self: &Arc<Self>, gone: Vec<runtime::Id>) {
-        let runtime = if gone.is_empty() { self.runtime() } else { self.reactors.handle(&gone) };
+        // The reactor's wakers may run outside of any runtime context.
+        let current = Handle::try_current().ok().filter(|_| gone.is_empty());
+        let runtime = current.or_else(|| self.reactors.handle(&gone));
         // Otherwise no task waits, and the channel stays readable for a later waiter.
         if let Some(runtime) = runtime {
             let mut next =

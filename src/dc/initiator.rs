@@ -127,13 +127,9 @@ impl DcInitiator {
         )?;
         self.qp.check_family(address.gid)?;
         if address.mtu < self.setup.mtu {
-            let (ours, theirs) =
-                (self.setup.mtu.bytes().to_string(), address.mtu.bytes().to_string());
-            return Err(SetupError::Mismatch {
-                what: "path MTUs of the initiator and the peer (lower DcInitiatorBuilder::mtu)",
-                ours,
-                theirs,
-            });
+            let what = "path MTUs of the initiator and the peer (lower DcInitiatorBuilder::mtu)";
+            let (ours, theirs) = (self.setup.mtu.bytes(), address.mtu.bytes());
+            return Err(SetupError::mismatch(what, ours, theirs));
         }
         let mut route = AddressVector::new(local.port, local.gid.index, address.gid);
         route.dlid = address.lid;

@@ -249,6 +249,10 @@ impl SetupError {
     pub(crate) fn at_least(field: &'static str, asked: u64, least: u64) -> Result<(), Self> {
         if asked >= least { Ok(()) } else { Err(Self::TooSmall { field, asked, least }) }
     }
+
+    pub(crate) fn mismatch(what: &'static str, ours: impl ToString, theirs: impl ToString) -> Self {
+        Self::Mismatch { what, ours: ours.to_string(), theirs: theirs.to_string() }
+    }
 }
 
 impl fmt::Display for SetupError {
@@ -289,6 +293,7 @@ impl fmt::Display for SetupError {
     }
 }
 
+/// Implements `From` for the causes that a variant holds.
 macro_rules! wraps {
     ($outer:ident: $($variant:ident($inner:ty)),*) => {
         $(impl From<$inner> for $outer {
@@ -298,6 +303,8 @@ macro_rules! wraps {
         })*
     };
 }
+
+pub(crate) use wraps;
 
 impl std::error::Error for OpenError {}
 
