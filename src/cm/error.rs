@@ -199,7 +199,7 @@ impl ConnectError {
 
     pub(super) fn through(mut self, device: &Device) -> Self {
         if let Self::Resolve { in_process, .. } | Self::Refused { in_process, .. } = &mut self {
-            *in_process = device.is_in_process();
+            *in_process = device.context().is_in_process();
         }
         self
     }
@@ -292,12 +292,10 @@ impl fmt::Display for ConnectError {
                 "the route goes through device {device}, not through the device that was passed; \
                  open {device}"
             ),
-            Self::AddressInUse { device: Some(device), .. } => {
-                write!(
-                    f,
-                    "the address is in use by another listener of this process, on device {device}"
-                )
-            }
+            Self::AddressInUse { device: Some(device), .. } => write!(
+                f,
+                "the address is in use by another listener of this process, on device {device}"
+            ),
             Self::AddressInUse { device: None, .. } => {
                 f.write_str("the address is in use; choose another port or stop its listener")
             }

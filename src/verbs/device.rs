@@ -14,7 +14,7 @@ use crate::dispatch::Context;
 use crate::error::{OpenError, SetupError, UdpError, VerbError};
 use crate::forked::Opened;
 use crate::types::{
-    AsyncEvent, DeviceAttr, Gid, GidEntry, PortAttr, PortNum, PortState, Psn, RankedGid,
+    AsyncEvent, DcAttr, DeviceAttr, Gid, GidEntry, PortAttr, PortNum, PortState, Psn, RankedGid,
 };
 use rdma_provider::contract::Context as _;
 use rdma_soft as soft;
@@ -251,8 +251,9 @@ impl Device {
         &self.attr().name
     }
 
-    pub(crate) fn is_in_process(&self) -> bool {
-        self.inner.context.is_in_process()
+    pub(crate) fn dc(&self) -> Result<DcAttr, SetupError> {
+        let what = "the device lacks the dynamically connected transport (DC)";
+        self.attr().dc.ok_or(SetupError::Unsupported { what })
     }
 
     /// Returns the current attributes of a port, `ibv_query_port(3)`.

@@ -112,22 +112,15 @@ enum Health {
     Failed(OpErrorKind),
 }
 
-struct AdvanceWaker(Weak<Core>);
-
-impl Wake for AdvanceWaker {
-    fn wake(self: Arc<Self>) {
-        if let Some(core) = self.0.upgrade() {
-            core.advance_now();
-        }
-    }
+struct PoolWaker {
+    core: Weak<Core>,
+    action: fn(&Core),
 }
 
-struct RepollWaker(Weak<Core>);
-
-impl Wake for RepollWaker {
+impl Wake for PoolWaker {
     fn wake(self: Arc<Self>) {
-        if let Some(core) = self.0.upgrade() {
-            core.wake_tasks();
+        if let Some(core) = self.core.upgrade() {
+            (self.action)(&core);
         }
     }
 }
@@ -144,6 +137,9 @@ impl Core {
             last_used: AtomicU64::new(0),
             gate: Mutex::new(()),
         };
+        let waker = |core: &Weak<Self>, action| {
+            Waker::from(Arc::new(PoolWaker { core: core.clone(), action }))
+        };
         let core = Arc::new_cyclic(|core| Self {
             members: initiators.into_iter().map(member).collect(),
             policy,
@@ -154,9 +150,9 @@ impl Core {
             waited: AtomicU64::new(0),
             repairs: AtomicU64::new(0),
             failed_repairs: AtomicU64::new(0),
-            advance_waker: Arc::new(AdvanceWaker(core.clone())).into(),
+            advance_waker: waker(core, Self::advance_now),
         });
-        let repoll_waker = Waker::from(Arc::new(RepollWaker(Arc::downgrade(&core))));
+        let repoll_waker = waker(&Arc::downgrade(&core), Self::wake_tasks);
         for member in &core.members {
             member.queue().when_failed(&core.advance_waker, 0);
             member.queue().when_roused(&repoll_waker);
@@ -200,7 +196,7 @@ impl Core {
     pub(super) fn must_yield(&self, own: &PeerState, for_lease: bool) -> bool {
         // Operations under a lease do not yield, because the initiator would stay leased. Further
         // leases must yield, or leases that overlap could keep the initiator for ever.
-        self.queued_peers.load(Ordering::Relaxed) > 0
+        self.queued_peers() > 0
             && (for_lease || own.leases == 0)
             && self.quota().is_some_and(|quota| own.used >= quota)
     }
@@ -213,11 +209,7 @@ impl Core {
         }
     }
 
-    pub(super) fn has_queued_peers(&self) -> bool {
-        self.queued_peers.load(Ordering::Relaxed) > 0
-    }
-
-    pub(super) fn queued_peers_now(&self) -> usize {
+    pub(super) fn queued_peers(&self) -> usize {
         self.queued_peers.load(Ordering::Relaxed)
     }
 
@@ -293,16 +285,22 @@ impl Core {
         }
         match own.assignment() {
             Some(at) if self.is_exclusive() => state.assignments[at].recalled = true,
-            assignment => {
-                if assignment.is_some() {
-                    own.clear_assignment(&self.members);
-                }
-                if own.joins_wait_queue() {
-                    state.wait_queue.push_back(Arc::downgrade(peer));
-                }
-            }
+            _ => self.requeue(&mut state.wait_queue, peer, &mut own),
         }
         self.waited.fetch_add(1, Ordering::Relaxed);
+    }
+
+    /// Takes the initiator of a peer, if it has one, and queues the peer if it has waiting work.
+    fn requeue(
+        &self,
+        wait_queue: &mut VecDeque<Weak<Peer>>,
+        peer: &Arc<Peer>,
+        own: &mut PeerState,
+    ) {
+        own.clear_assignment(&self.members);
+        if own.joins_wait_queue() {
+            wait_queue.push_back(Arc::downgrade(peer));
+        }
     }
 
     /// Makes all progress that is possible now, and arms wakers for the rest.
@@ -349,11 +347,7 @@ impl Core {
             let assignment = &mut state.assignments[at];
             (assignment.health, assignment.recalled) = (health, false);
             if let Some(owner) = std::mem::take(&mut assignment.owner).upgrade() {
-                let mut own = owner.state.lock();
-                own.clear_assignment(&self.members);
-                if own.joins_wait_queue() {
-                    state.wait_queue.push_back(Arc::downgrade(&owner));
-                }
+                self.requeue(&mut state.wait_queue, &owner, &mut owner.state.lock());
             }
         }
     }
@@ -408,11 +402,8 @@ impl Core {
         if own.leases > 0 || !is_free() {
             return false;
         }
-        own.clear_assignment(&self.members);
         (assignment.owner, assignment.recalled) = (Weak::new(), false);
-        if own.joins_wait_queue() {
-            state.wait_queue.push_back(Arc::downgrade(&owner));
-        }
+        self.requeue(&mut state.wait_queue, &owner, &mut own);
         true
     }
 
@@ -542,7 +533,7 @@ impl Core {
         self.fail_all(&mut state, OpErrorKind::Closed);
         drop(state);
         for member in &self.members {
-            member.initiator.end();
+            member.initiator.queue_pair().shut_down();
         }
     }
 }

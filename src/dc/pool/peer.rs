@@ -1,5 +1,6 @@
 use std::collections::VecDeque;
 use std::fmt;
+use std::future::{Ready, ready};
 use std::num::NonZero;
 use std::pin::Pin;
 use std::sync::Arc;
@@ -289,7 +290,7 @@ impl DcPoolPeer {
                     peer,
                 }
             });
-            PendingDcLease::new(lease)
+            PendingDcLease { lease: ready(lease.map_err(|kind| OpError::new(kind, ()))) }
         })
     }
 }
@@ -410,7 +411,7 @@ impl Drop for DcLease {
         }
         let last = own.leases == 0;
         drop(own);
-        if last && self.peer.core.has_queued_peers() {
+        if last && self.peer.core.queued_peers() > 0 {
             self.peer.core.advance_now();
         }
     }
@@ -433,22 +434,13 @@ impl fmt::Debug for DcLease {
 /// See [`DcPoolPeer::borrow`].
 #[derive(Debug)]
 pub struct PendingDcLease {
-    lease: Option<Result<DcLease, OpErrorKind>>,
-}
-
-impl PendingDcLease {
-    fn new(lease: Result<DcLease, OpErrorKind>) -> Self {
-        Self { lease: Some(lease) }
-    }
+    lease: Ready<Result<DcLease, OpError<()>>>,
 }
 
 impl Future for PendingDcLease {
     type Output = Result<DcLease, OpError<()>>;
 
-    fn poll(mut self: Pin<&mut Self>, _context: &mut Context<'_>) -> Poll<Self::Output> {
-        match self.lease.take() {
-            Some(lease) => Poll::Ready(lease.map_err(|kind| OpError::new(kind, ()))),
-            None => panic!("PendingDcLease polled after completion"),
-        }
+    fn poll(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Self::Output> {
+        Pin::new(&mut self.lease).poll(context)
     }
 }
