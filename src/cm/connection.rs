@@ -122,7 +122,7 @@ impl CmConnection {
             consume_budget().await;
             return Ok(());
         }
-        self.endpoint.watch()?;
+        self.endpoint.router.watch()?;
         self.ours.store(true, Ordering::Release);
         self.endpoint.inbox().fail_queue_pair();
         with_deadline(self.deadline, ConnectStep::Disconnect, self.peer, async || {
@@ -180,7 +180,7 @@ impl CmConnection {
     ///
     /// Dropping the future has no effect.
     pub async fn drained(&self) -> Result<(), ConnectError> {
-        self.endpoint.watch()?;
+        self.endpoint.router.watch()?;
         self.drained_within(TIMEWAIT).await
     }
 

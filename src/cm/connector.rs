@@ -180,6 +180,7 @@ async fn resolve_one(
 }
 
 /// A route to a listener, found by [`resolve`].
+#[derive(Debug)]
 pub struct Route {
     endpoint: Endpoint,
     path: Path,
@@ -191,7 +192,7 @@ impl Route {
     /// Returns the device.
     #[must_use]
     pub fn device(&self) -> &Device {
-        self.endpoint.router().device()
+        &self.endpoint.router.device
     }
 
     /// Sets the builder's port and GID, from this route.
@@ -247,8 +248,8 @@ impl Route {
         options: &ConnectionOptions,
     ) -> Result<CmConnection, ConnectError> {
         let Self { endpoint, path, address, .. } = self;
-        endpoint.watch()?;
-        let device = endpoint.router().device().clone();
+        endpoint.router.watch()?;
+        let device = endpoint.router.device.clone();
         let (private_data, transport) = options.checked(MAX_REQUEST_DATA)?;
         let misfit = |error| ConnectError::from(error).during(ConnectStep::Prepare, address);
         path.check(&device, queue_pair).map_err(misfit)?;
@@ -283,14 +284,5 @@ impl Route {
         let connection = CmConnection::new(endpoint, data, addresses, options, queue_pair)?;
         guard.connected();
         Ok(connection)
-    }
-}
-
-impl fmt::Debug for Route {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Route")
-            .field("peer", &self.address)
-            .field("path", &self.path)
-            .finish_non_exhaustive()
     }
 }

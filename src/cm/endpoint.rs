@@ -22,7 +22,7 @@ use crate::clock;
 pub(super) struct Endpoint {
     id: Option<Arc<CmId>>,
     inbox: Arc<Inbox>,
-    router: Arc<Router>,
+    pub(super) router: Arc<Router>,
     /// Set for listeners and unanswered requests, whose destruction may block.
     passive: bool,
 }
@@ -50,10 +50,6 @@ impl Endpoint {
         self.id.as_deref().unwrap_or_else(|| unreachable!("only `drop` takes it"))
     }
 
-    pub(super) fn router(&self) -> &Arc<Router> {
-        &self.router
-    }
-
     pub(super) fn inbox(&self) -> &Arc<Inbox> {
         &self.inbox
     }
@@ -73,10 +69,6 @@ impl Endpoint {
         }
     }
 
-    pub(super) fn watch(&self) -> Result<(), NoRuntime> {
-        self.router.watch()
-    }
-
     /// Waits until `find` returns `Some`. If no runtime watches the events, it polls for them.
     pub(super) async fn wait_for<T>(&self, mut find: impl FnMut(&mut IdState) -> Option<T>) -> T {
         let mut wait = self.inbox.wait();
@@ -84,7 +76,8 @@ impl Endpoint {
             let polled = wait.poll(context, &mut find);
             // Checked on each poll, because the task may have moved from a runtime that has shut
             // down.
-            if polled.is_ready() || self.router.watch().is_ok() || self.router.is_watched() {
+            if polled.is_ready() || self.router.watch().is_ok() || self.router.reactors.is_watched()
+            {
                 return polled;
             }
             self.router.drain();
