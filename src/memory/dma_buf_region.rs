@@ -6,8 +6,7 @@ use std::sync::Arc;
 
 use super::registration::Registration;
 use crate::error::{LimitError, SetupError};
-use crate::memory::ExposedSlice;
-use crate::memory::RemoteRegion;
+use crate::memory::{ExposedSlice, RemoteRegion};
 use crate::types::Access;
 use crate::verbs::ProtectionDomain;
 use rdma_provider::contract::DmaBufRange;
