@@ -82,6 +82,12 @@ impl State {
         self.closed
     }
 
+    /// Returns the peers that have an initiator or wait for one.
+    fn peers(&self) -> impl Iterator<Item = Arc<Peer>> {
+        let owners = self.assignments.iter().map(|assignment| &assignment.owner);
+        owners.chain(&self.wait_queue).filter_map(Weak::upgrade)
+    }
+
     fn refusal(&self) -> Option<OpErrorKind> {
         let failed = self.assignments.iter().map(|assignment| match assignment.health {
             Health::Failed(kind) => Some(kind),
@@ -163,14 +169,8 @@ impl Core {
     #[cold]
     fn wake_tasks(&self) {
         let state = self.state.lock();
-        for peer in state
-            .assignments
-            .iter()
-            .map(|assignment| &assignment.owner)
-            .chain(&state.wait_queue)
-            .filter_map(Weak::upgrade)
-        {
-            peer.state.lock().waiting().for_each(|waiting| waiting.wake_task());
+        for peer in state.peers() {
+            peer.state.lock().waiting.iter().for_each(|waiting| waiting.wake_task());
         }
     }
 
@@ -247,7 +247,7 @@ impl Core {
         if state.closed || own.has_waiting() {
             return false;
         }
-        if let Some(at) = own.assignment() {
+        if let Some(at) = own.assignment {
             let assignment = &state.assignments[at];
             if !self.members[at].is_sound() || assignment.recalled {
                 return false;
@@ -263,15 +263,11 @@ impl Core {
             };
             return !self.must_yield(&own, for_lease) || goes_on();
         }
-        self.assign_other(state, peer, &mut own)
-    }
-
-    fn assign_other(&self, state: &mut State, peer: &Arc<Peer>, own: &mut PeerState) -> bool {
         if !state.wait_queue.is_empty() {
             return false;
         }
         let Some(at) = self.pick(state) else { return false };
-        self.assign(state, at, peer, own);
+        self.assign(state, at, peer, &mut own);
         true
     }
 
@@ -283,7 +279,7 @@ impl Core {
                 assignment.health = Health::Broken;
             }
         }
-        match own.assignment() {
+        match own.assignment {
             Some(at) if self.is_exclusive() => state.assignments[at].recalled = true,
             _ => self.requeue(&mut state.wait_queue, peer, &mut own),
         }
@@ -428,7 +424,7 @@ impl Core {
         let _gate = member.gate.lock();
         let quota = if state.wait_queue.is_empty() { None } else { self.quota() };
         while quota.is_none_or(|quota| own.leases > 0 || own.used < quota)
-            && let Some(next) = own.next_waiting()
+            && let Some(next) = own.waiting.pop_front()
         {
             own.used = own.used.saturating_add(1);
             next.resolve(Ok(peer.grant(member, own)));
@@ -511,19 +507,14 @@ impl Core {
     }
 
     fn fail_all(&self, state: &mut State, kind: OpErrorKind) {
-        let owners = state.assignments.iter().map(|assignment| assignment.owner.clone());
-        for peer in owners
-            .chain(state.wait_queue.drain(..))
-            .collect::<Vec<_>>()
-            .iter()
-            .filter_map(Weak::upgrade)
-        {
+        for peer in state.peers() {
             let mut own = peer.state.lock();
             own.queued = false;
-            while let Some(waiting) = own.next_waiting() {
+            while let Some(waiting) = own.waiting.pop_front() {
                 waiting.resolve(Err(kind));
             }
         }
+        state.wait_queue.clear();
         self.queued_peers.store(0, Ordering::Relaxed);
     }
 
