@@ -206,20 +206,24 @@ impl ConnectError {
 
     /// Returns the step that failed, if known.
     #[must_use]
-    pub fn step(&self) -> Option<ConnectStep> {
-        match self {
-            Self::Lookup { .. } => Some(ConnectStep::Lookup),
-            _ => self.attempt().map(|attempt| attempt.step),
+    pub const fn step(&self) -> Option<ConnectStep> {
+        match (self, self.attempt()) {
+            (_, Some(attempt)) => Some(attempt.step),
+            (Self::Lookup { .. }, None) => Some(ConnectStep::Lookup),
+            (_, None) => None,
         }
     }
 
     /// Returns the address of the listener or the peer, if known.
     #[must_use]
-    pub fn address(&self) -> Option<SocketAddr> {
-        self.attempt().map(|attempt| attempt.address)
+    pub const fn address(&self) -> Option<SocketAddr> {
+        match self.attempt() {
+            Some(attempt) => Some(attempt.address),
+            None => None,
+        }
     }
 
-    fn attempt(&self) -> Option<ConnectAttempt> {
+    const fn attempt(&self) -> Option<ConnectAttempt> {
         let (step, address) = match *self {
             Self::Resolve { address, .. } | Self::OtherDevice { address, .. } => {
                 (ConnectStep::Resolve, address)

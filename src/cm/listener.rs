@@ -11,7 +11,7 @@ use tokio::net::ToSocketAddrs;
 
 use crate::coop::within_budget;
 use crate::dispatch::CmId;
-use crate::error::{LimitError, NoRuntime, SetupError, VerbError};
+use crate::error::{NoRuntime, SetupError, VerbError};
 use crate::op::{QueuePair, QueuePairBuilder};
 use crate::types::{Gid, PortNum, Qpn};
 use crate::verbs::Device;
@@ -25,7 +25,7 @@ use super::endpoint::{Endpoint, FailUnlessConnected, with_deadline};
 use super::error::{ConnectError, ConnectStep};
 use super::inbox::{Inbox, TakeRequests};
 use super::keepalive::Keepalive;
-use super::options::{ConnectionOptions, ListenOptions};
+use super::options::{ConnectionOptions, ListenOptions, check_private_data};
 use super::path::{Path, Reads, make_ready};
 use super::router::Router;
 use crate::clock::{self, Sleep};
@@ -563,11 +563,7 @@ impl ConnectionRequest {
     ///
     /// Dropping the future still rejects the request.
     pub async fn reject(self, private_data: &[u8]) -> Result<(), ConnectError> {
-        LimitError::check(
-            "bytes of private_data",
-            private_data.len() as u64,
-            MAX_REJECT_DATA as u64,
-        )?;
+        check_private_data(private_data, MAX_REJECT_DATA)?;
         self.endpoint.router.watch()?;
         let result = self.endpoint.id().reject(private_data);
         self.endpoint.explain(result, ConnectStep::Reject, self.address).await

@@ -124,14 +124,14 @@ impl ConnectionOptions {
     }
 
     pub(super) fn checked(&self, max_data: usize) -> Result<(&[u8], ConnectOptions), LimitError> {
-        LimitError::check(
-            "bytes of private_data",
-            self.private_data.len() as u64,
-            max_data as u64,
-        )?;
+        check_private_data(&self.private_data, max_data)?;
         self.transport.check()?;
         Ok((&self.private_data, self.transport))
     }
+}
+
+pub(super) fn check_private_data(data: &[u8], max: usize) -> Result<(), LimitError> {
+    LimitError::check("bytes of private_data", data.len() as u64, max as u64)
 }
 
 /// Settings of a [`Listener`](super::Listener), which has an example.

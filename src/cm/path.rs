@@ -37,9 +37,8 @@ impl Path {
     }
 
     pub(super) fn check(&self, device: &Device, queue_pair: &QueuePair) -> Result<(), SetupError> {
-        if !queue_pair.protection_domain().device().same(device) {
-            return Err(SetupError::Foreign { what: "queue pair" });
-        }
+        let same_device = queue_pair.protection_domain().device().same(device);
+        SetupError::check_same(same_device, "queue pair")?;
         if queue_pair.transport() != Transport::Rc {
             let what = "transports of the queue pair and the connection manager";
             return Err(SetupError::mismatch(what, format!("{:?}", queue_pair.transport()), "Rc"));

@@ -369,13 +369,8 @@ impl DcInitiatorBuilder {
         options.check()?;
         let dc = queue_pair.device().dc()?;
         let qp = queue_pair.build_any()?;
-        let reads = match reads {
-            Some(reads) => {
-                LimitError::check("reads", reads.into(), dc.max_init_rd_atomic.into())?;
-                reads
-            }
-            None => dc.max_init_rd_atomic.min(dc.max_rd_atomic),
-        };
+        let reads = reads.unwrap_or(dc.max_init_rd_atomic.min(dc.max_rd_atomic));
+        LimitError::check("reads", reads.into(), dc.max_init_rd_atomic.into())?;
         let mtu = path_mtu(mtu, qp.local().mtu)?;
         let initiator = DcInitiator {
             qp,

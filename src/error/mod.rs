@@ -248,6 +248,10 @@ impl SetupError {
         if asked >= least { Ok(()) } else { Err(Self::TooSmall { field, asked, least }) }
     }
 
+    pub(crate) fn check_same(is_same: bool, what: &'static str) -> Result<(), Self> {
+        if is_same { Ok(()) } else { Err(Self::Foreign { what }) }
+    }
+
     pub(crate) fn mismatch(what: &'static str, ours: impl ToString, theirs: impl ToString) -> Self {
         Self::Mismatch { what, ours: ours.to_string(), theirs: theirs.to_string() }
     }

@@ -128,9 +128,7 @@ impl MemoryWindow {
         access: Access,
     ) -> Result<WindowBind, SetupError> {
         region.registration().check_range(&range)?;
-        if !region.registration().pd().same(&self.pd) {
-            return Err(SetupError::Foreign { what: "exposed region" });
-        }
+        SetupError::check_same(region.registration().pd().same(&self.pd), "exposed region")?;
         Ok(self.bind(region.registration(), range, access))
     }
 

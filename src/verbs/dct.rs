@@ -54,12 +54,8 @@ impl Dct {
         key: DcKey,
     ) -> Result<Self, SetupError> {
         pd.device().dc()?;
-        if !recv_cq.device().same(pd.device()) {
-            return Err(SetupError::Foreign { what: "completion queue" });
-        }
-        if !srq.protection_domain().same(pd) {
-            return Err(SetupError::Foreign { what: "shared receive queue" });
-        }
+        SetupError::check_same(recv_cq.device().same(pd.device()), "completion queue")?;
+        SetupError::check_same(srq.protection_domain().same(pd), "shared receive queue")?;
         let raw = pd.raw().create_dct(&DctInit { srq: srq.raw(), recv_cq: recv_cq.raw(), key })?;
         Ok(Self {
             raw,

@@ -31,7 +31,8 @@ impl IpPrefix {
     /// Creates a prefix of `len` bits, at most the length of the address.
     #[must_use]
     pub fn new(address: IpAddr, len: u8) -> Self {
-        Self { address, len: len.min(if address.is_ipv4() { 32 } else { 128 }) }
+        let longest = if address.is_ipv4() { 32 } else { 128 };
+        Self { address, len: len.min(longest) }
     }
 
     /// Returns the address.

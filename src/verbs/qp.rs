@@ -119,13 +119,10 @@ impl Qp {
             }
         }
         for cq in [send_cq, recv_cq] {
-            if !cq.device().same(pd.device()) {
-                return Err(SetupError::Foreign { what: "completion queue" });
-            }
+            SetupError::check_same(cq.device().same(pd.device()), "completion queue")?;
         }
-        if srq.is_some_and(|srq| !srq.protection_domain().same(pd)) {
-            return Err(SetupError::Foreign { what: "shared receive queue" });
-        }
+        let same_pd = srq.is_none_or(|srq| srq.protection_domain().same(pd));
+        SetupError::check_same(same_pd, "shared receive queue")?;
         let init = QpInit {
             transport: options.transport,
             send_cq: send_cq.raw(),
