@@ -11,6 +11,7 @@ use super::endpoint::{Endpoint, with_deadline};
 use super::error::{ConnectError, ConnectStep};
 use super::inbox::EndReason;
 use super::keepalive::Keepalive;
+use super::options::ConnectionOptions;
 use crate::error::NoRuntime;
 use crate::op::QueuePair;
 use crate::types::RejectReason;
@@ -39,7 +40,7 @@ const TIMEWAIT: Duration = Duration::from_secs(150);
 
 impl CmConnection {
     #[cfg(feature = "ibverbs")]
-    pub(crate) fn id(&self) -> Option<&crate::dispatch::CmId> {
+    pub(crate) fn id(&self) -> &crate::dispatch::CmId {
         self.endpoint.id()
     }
 
@@ -47,30 +48,21 @@ impl CmConnection {
         mut endpoint: Endpoint,
         private_data: Vec<u8>,
         (local, peer): (SocketAddr, SocketAddr),
-        deadline: Duration,
-    ) -> Self {
+        options: &ConnectionOptions,
+        queue_pair: &QueuePair,
+    ) -> Result<Self, NoRuntime> {
         endpoint.answered();
         rdma_provider::debug!(%local, %peer, "connection established");
-        Self {
-            keepalive: None,
+        let start = |interval| Keepalive::start(interval, queue_pair, endpoint.inbox(), peer);
+        Ok(Self {
+            keepalive: options.keepalive.map(start).transpose()?,
             endpoint,
             private_data,
             local,
             peer,
-            deadline,
+            deadline: options.timeout,
             ours: AtomicBool::new(false),
-        }
-    }
-
-    pub(super) fn with_keepalive(
-        mut self,
-        interval: Option<Duration>,
-        queue_pair: &QueuePair,
-    ) -> Result<Self, NoRuntime> {
-        let start =
-            |interval| Keepalive::start(interval, queue_pair, self.endpoint.inbox(), self.peer);
-        self.keepalive = interval.map(start).transpose()?;
-        Ok(self)
+        })
     }
 
     /// Returns the local address.
@@ -130,11 +122,11 @@ impl CmConnection {
             consume_budget().await;
             return Ok(());
         }
-        self.endpoint.watch()?;
+        self.endpoint.router.watch()?;
         self.ours.store(true, Ordering::Release);
         self.endpoint.inbox().fail_queue_pair();
         with_deadline(self.deadline, ConnectStep::Disconnect, self.peer, async || {
-            let result = self.endpoint.call(|id| Ok(id.disconnect()?));
+            let result = self.endpoint.id().disconnect();
             match self.endpoint.explain(result, ConnectStep::Disconnect, self.peer).await {
                 Err(_) if self.peer_knows() => return Ok(()),
                 result => result?,
@@ -188,7 +180,7 @@ impl CmConnection {
     ///
     /// Dropping the future has no effect.
     pub async fn drained(&self) -> Result<(), ConnectError> {
-        self.endpoint.watch()?;
+        self.endpoint.router.watch()?;
         self.drained_within(TIMEWAIT).await
     }
 
@@ -196,7 +188,7 @@ impl CmConnection {
         self.endpoint.wait_for(|state| state.end.is_some().then_some(())).await;
         with_deadline(timeout, ConnectStep::Timewait, self.peer, async || {
             if !self.peer_knows()
-                && let Err(error) = self.endpoint.call(|id| Ok(id.disconnect()?))
+                && let Err(error) = self.endpoint.id().disconnect()
             {
                 // The connection was never established, or the device is gone. In both cases an
                 // event follows.

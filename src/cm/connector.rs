@@ -41,9 +41,8 @@ pub async fn connect(
     for address in lookup(address, options).await? {
         let attempt = async {
             let route = resolve_one(device, address, options).await?;
-            let prepare_error =
-                |error| ConnectError::from(error).during(ConnectStep::Prepare, address);
-            let queue_pair = make(&route).map_err(prepare_error)?;
+            let queue_pair = make(&route)
+                .map_err(|error| ConnectError::from(error).during(ConnectStep::Prepare, address))?;
             let link = route.connect(&queue_pair, options).await?;
             Ok((queue_pair, link))
         };
@@ -117,7 +116,7 @@ pub(super) async fn lookup(
     options: &ConnectionOptions,
 ) -> Result<SmallVec<[SocketAddr; 1]>, ConnectError> {
     NoRuntime::or_current()?;
-    let limit = options.time_to_resolve();
+    let limit = options.resolve_timeout;
     let found = clock::timeout(limit, lookup_host(&address)).await;
     let late = || io::Error::new(io::ErrorKind::TimedOut, format!("timed out after {limit:?}"));
     let failed = |error| ConnectError::lookup(Some(format!("{address:?}")), &error);
@@ -133,27 +132,22 @@ async fn resolve_one(
     const EHOSTUNREACH: i32 = 113;
     let source = options.source_to(address)?;
     let endpoint = Endpoint::create(&Router::of(device).await?)?;
-    let (timeout, start) = (options.time_to_resolve(), clock::now());
+    let (timeout, start) = (options.resolve_timeout, clock::now());
     let unresolved =
         |errno| ConnectError::Resolve { address, errno, in_process: false }.through(device);
     with_deadline(timeout, ConnectStep::Resolve, address, async || {
         // Expires before the provider's own timeout, and has the more precise error.
-        endpoint.call(|id| {
-            id.resolve_addr(source, address, timeout).map_err(|error| {
-                match (error.errno, source) {
-                    (VerbError::EADDRNOTAVAIL, Some(source)) => {
-                        let source = Some(source.ip());
-                        ConnectError::AddressNotAvailable {
-                            address,
-                            source,
-                            step: ConnectStep::Resolve,
-                        }
-                    }
-                    // Returned by the call itself, without an event.
-                    (ENETUNREACH | EHOSTUNREACH | VerbError::ENODEV, _) => unresolved(error.errno),
-                    _ => error.into(),
-                }
-            })
+        endpoint.id().resolve_addr(source, address, timeout).map_err(|error| {
+            match (error.errno, source) {
+                (VerbError::EADDRNOTAVAIL, Some(source)) => ConnectError::AddressNotAvailable {
+                    address,
+                    source: Some(source.ip()),
+                    step: ConnectStep::Resolve,
+                },
+                // Returned by the call itself, without an event.
+                (ENETUNREACH | EHOSTUNREACH | VerbError::ENODEV, _) => unresolved(error.errno),
+                _ => error.into(),
+            }
         })?;
         let is_routed = endpoint
             .wait_for(|state| match (state.route, state.address) {
@@ -167,7 +161,7 @@ async fn resolve_one(
             return Ok(());
         }
         let left = timeout.saturating_sub(clock::since(start));
-        let blocks = endpoint.route_may_block();
+        let blocks = endpoint.id().route_may_block();
         endpoint.call_blocking(blocks, move |id| Ok(id.resolve_route(left)?)).await?;
         endpoint
             .wait_for(|state| {
@@ -177,7 +171,7 @@ async fn resolve_one(
             .map_err(&unresolved)
     })
     .await?;
-    let route = endpoint.route().ok_or(unresolved(VerbError::ENODEV))?;
+    let route = endpoint.id().route().ok_or(unresolved(VerbError::ENODEV))?;
     if route.device != device.name() {
         return Err(ConnectError::OtherDevice { address, device: route.device.into_owned() });
     }
@@ -186,6 +180,7 @@ async fn resolve_one(
 }
 
 /// A route to a listener, found by [`resolve`].
+#[derive(Debug)]
 pub struct Route {
     endpoint: Endpoint,
     path: Path,
@@ -197,7 +192,7 @@ impl Route {
     /// Returns the device.
     #[must_use]
     pub fn device(&self) -> &Device {
-        self.endpoint.router().device()
+        &self.endpoint.router.device
     }
 
     /// Sets the builder's port and GID, from this route.
@@ -253,19 +248,20 @@ impl Route {
         options: &ConnectionOptions,
     ) -> Result<CmConnection, ConnectError> {
         let Self { endpoint, path, address, .. } = self;
-        endpoint.watch()?;
-        let device = endpoint.router().device().clone();
+        endpoint.router.watch()?;
+        let device = endpoint.router.device.clone();
         let (private_data, transport) = options.checked(MAX_REQUEST_DATA)?;
         let misfit = |error| ConnectError::from(error).during(ConnectStep::Prepare, address);
         path.check(&device, queue_pair).map_err(misfit)?;
-        Keepalive::check(options.probes(), transport.timeout, queue_pair).map_err(misfit)?;
+        Keepalive::check(options.keepalive, transport.timeout, queue_pair).map_err(misfit)?;
         let guard = FailUnlessConnected::new(queue_pair);
         let reads = Reads::of(&device, options)?;
-        let peer = with_deadline(options.deadline(), ConnectStep::Response, address, async || {
-            let params = reads.params(queue_pair, private_data, options.deadline());
+        let peer = with_deadline(options.timeout, ConnectStep::Response, address, async || {
+            let params = reads.params(queue_pair, private_data, options.timeout);
             endpoint
-                .call(|id| Ok(id.connect(&params)?))
-                .map_err(|error| error.during(ConnectStep::Request, address))?;
+                .id()
+                .connect(&params)
+                .map_err(|error| ConnectError::from(error).during(ConnectStep::Request, address))?;
             let peer = endpoint
                 .wait_for(|state| match &state.end {
                     Some(end) => {
@@ -275,28 +271,18 @@ impl Route {
                 })
                 .await?;
             endpoint.inbox().attach_queue_pair(queue_pair);
-            let confirmed = endpoint.call(|id| {
-                make_ready(id, queue_pair, reads.agreed(&peer), transport)?;
-                Ok(id.establish()?)
-            });
+            let ready = make_ready(endpoint.id(), queue_pair, reads.agreed(&peer), transport);
+            let confirmed = ready.and_then(|()| Ok(endpoint.id().establish()?));
             endpoint.explain(confirmed, ConnectStep::Confirm, address).await?;
             Ok(peer)
         })
         .await
         .map_err(|error| error.through(&device))?;
+        let local =
+            endpoint.id().local_addr().unwrap_or(SocketAddr::new(path.entry.gid.to_ip(), 0));
+        let (addresses, data) = ((local, address), peer.private_data);
+        let connection = CmConnection::new(endpoint, data, addresses, options, queue_pair)?;
         guard.connected();
-        let local = endpoint.local_addr().unwrap_or(SocketAddr::new(path.entry.gid.to_ip(), 0));
-        let link =
-            CmConnection::new(endpoint, peer.private_data, (local, address), options.deadline());
-        Ok(link.with_keepalive(options.probes(), queue_pair)?)
-    }
-}
-
-impl fmt::Debug for Route {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Route")
-            .field("peer", &self.address)
-            .field("path", &self.path)
-            .finish_non_exhaustive()
+        Ok(connection)
     }
 }

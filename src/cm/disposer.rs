@@ -41,8 +41,26 @@ impl<T: Send + 'static> Disposer<T> {
             return;
         }
         drop(state);
-        let disposal = Disposal { disposer: Arc::clone(self), on_resume };
-        blocking::spawn(move || disposal.run());
+        let disposer = Arc::clone(self);
+        blocking::spawn(move || disposer.drop_all(on_resume));
+    }
+
+    fn drop_all(&self, on_resume: impl Fn()) {
+        loop {
+            let mut state = self.0.lock();
+            let items = mem::take(&mut state.waiting);
+            state.busy = !items.is_empty();
+            if !state.busy {
+                let resumes = mem::take(&mut state.stalled);
+                drop(state);
+                if resumes {
+                    on_resume();
+                }
+                return;
+            }
+            drop(state);
+            drop(items);
+        }
     }
 
     pub(super) fn is_stalled(&self) -> bool {
@@ -50,31 +68,6 @@ impl<T: Send + 'static> Disposer<T> {
         let many = state.busy && state.waiting.len() >= STALL_LENGTH;
         state.stalled |= many;
         many
-    }
-}
-
-struct Disposal<T, F: Fn()> {
-    disposer: Arc<Disposer<T>>,
-    on_resume: F,
-}
-
-impl<T, F: Fn()> Disposal<T, F> {
-    fn run(self) {
-        loop {
-            let mut state = self.disposer.0.lock();
-            let items = mem::take(&mut state.waiting);
-            state.busy = !items.is_empty();
-            let resumes = !state.busy && mem::take(&mut state.stalled);
-            let done = !state.busy;
-            drop(state);
-            drop(items);
-            if resumes {
-                (self.on_resume)();
-            }
-            if done {
-                return;
-            }
-        }
     }
 }
 

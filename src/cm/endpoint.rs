@@ -11,8 +11,7 @@ use crate::coop::within_budget;
 use crate::dispatch::CmId;
 use crate::error::{NoRuntime, VerbError};
 use crate::op::QueuePair;
-use crate::types::Qpn;
-use rdma_provider::cm_contract::{CmAnswer, CmId as _, CmRoute};
+use rdma_provider::cm_contract::CmId as _;
 use rdma_provider::later::contained;
 
 use super::error::{ConnectError, ConnectStep};
@@ -21,9 +20,9 @@ use super::router::Router;
 use crate::clock;
 
 pub(super) struct Endpoint {
-    raw: Option<Arc<CmId>>,
+    id: Option<Arc<CmId>>,
     inbox: Arc<Inbox>,
-    router: Arc<Router>,
+    pub(super) router: Arc<Router>,
     /// Set for listeners and unanswered requests, whose destruction may block.
     passive: bool,
 }
@@ -31,7 +30,7 @@ pub(super) struct Endpoint {
 impl Endpoint {
     pub(super) fn new(router: &Arc<Router>, id: CmId, inbox: Arc<Inbox>) -> Self {
         router.add(id.key(), &inbox);
-        Self { raw: Some(Arc::new(id)), inbox, router: Arc::clone(router), passive: true }
+        Self { id: Some(Arc::new(id)), inbox, router: Arc::clone(router), passive: true }
     }
 
     pub(super) fn create(router: &Arc<Router>) -> Result<Self, VerbError> {
@@ -44,50 +43,15 @@ impl Endpoint {
         self.passive = false;
     }
 
-    #[cfg(feature = "ibverbs")]
-    pub(super) fn id(&self) -> Option<&CmId> {
-        self.raw.as_deref()
-    }
-
-    pub(super) fn router(&self) -> &Arc<Router> {
-        &self.router
+    /// Returns the id. Its calls that do not go through [`call_blocking`](Self::call_blocking) do
+    /// not block: librdmacm writes one command for each, and the kernel executes it under locks
+    /// that it holds briefly. For RTR and RTS, it looks up a RoCE neighbour that it already knows.
+    pub(super) fn id(&self) -> &CmId {
+        self.id.as_deref().unwrap_or_else(|| unreachable!("only `drop` takes it"))
     }
 
     pub(super) fn inbox(&self) -> &Arc<Inbox> {
         &self.inbox
-    }
-
-    pub(super) fn local_addr(&self) -> Option<SocketAddr> {
-        self.raw.as_ref()?.local_addr()
-    }
-
-    pub(super) fn peer_addr(&self) -> Option<SocketAddr> {
-        self.raw.as_ref()?.peer_addr()
-    }
-
-    pub(super) fn answer_late(&self, answer: &CmAnswer) -> bool {
-        self.raw.as_ref().is_some_and(|raw| raw.answer_late(answer))
-    }
-
-    pub(super) fn reserved(&self) -> Option<Qpn> {
-        self.raw.as_ref()?.reserved()
-    }
-
-    pub(super) fn route(&self) -> Option<CmRoute<'_>> {
-        self.raw.as_ref()?.route()
-    }
-
-    /// Calls `f` without leaving this thread, because it does not block: librdmacm writes one
-    /// command for each call, and the kernel executes it under locks that it holds briefly. For RTR
-    /// and RTS, it looks up a RoCE neighbour that it already knows.
-    pub(super) fn call<T>(
-        &self,
-        f: impl FnOnce(&CmId) -> Result<T, ConnectError>,
-    ) -> Result<T, ConnectError> {
-        match &self.raw {
-            Some(raw) => f(raw),
-            None => Err(CANCELLED.into()),
-        }
     }
 
     /// Runs `f` to the end even if the future is dropped; on another thread if `blocks`.
@@ -96,21 +60,13 @@ impl Endpoint {
         blocks: bool,
         f: impl FnOnce(&CmId) -> Result<T, ConnectError> + Send + 'static,
     ) -> Result<T, ConnectError> {
-        match &self.raw {
-            Some(raw) if blocks => {
-                let raw = Arc::clone(raw);
-                on_blocking_thread(move || f(&raw)).await
+        match &self.id {
+            Some(id) if blocks => {
+                let id = Arc::clone(id);
+                on_blocking_thread(move || f(&id)).await
             }
-            _ => self.call(f),
+            _ => f(self.id()),
         }
-    }
-
-    pub(super) fn route_may_block(&self) -> bool {
-        self.raw.as_ref().is_some_and(|raw| raw.route_may_block())
-    }
-
-    pub(super) fn watch(&self) -> Result<(), NoRuntime> {
-        self.router.watch()
     }
 
     /// Waits until `find` returns `Some`. If no runtime watches the events, it polls for them.
@@ -120,7 +76,8 @@ impl Endpoint {
             let polled = wait.poll(context, &mut find);
             // Checked on each poll, because the task may have moved from a runtime that has shut
             // down.
-            if polled.is_ready() || self.router.watch().is_ok() || self.router.is_watched() {
+            if polled.is_ready() || self.router.watch().is_ok() || self.router.reactors.is_watched()
+            {
                 return polled;
             }
             self.router.drain();
@@ -132,13 +89,16 @@ impl Endpoint {
 
     pub(super) async fn explain<T>(
         &self,
-        result: Result<T, ConnectError>,
+        result: Result<T, impl Into<ConnectError>>,
         step: ConnectStep,
         address: SocketAddr,
     ) -> Result<T, ConnectError> {
         /// The time for the event of the end to arrive. Without one, it delays the error.
         const GRACE: Duration = Duration::from_millis(100);
-        let Err(error) = result else { return result };
+        let error = match result {
+            Ok(value) => return Ok(value),
+            Err(error) => error.into(),
+        };
         if !matches!(error, ConnectError::Verb { .. } | ConnectError::Setup { .. }) {
             return Err(error);
         }
@@ -155,8 +115,6 @@ impl Endpoint {
         self.inbox.state(|state| state.end.is_some())
     }
 }
-
-const CANCELLED: VerbError = VerbError::new("call of a destroyed id", 125);
 
 /// Runs `f` to the end on a blocking thread, even if the future is dropped.
 pub(super) async fn on_blocking_thread<T: Send + 'static>(
@@ -182,10 +140,10 @@ pub(super) async fn with_deadline<T>(
 
 impl Drop for Endpoint {
     fn drop(&mut self) {
-        if let Some(raw) = self.raw.take() {
-            self.router.remove(raw.key());
+        if let Some(id) = self.id.take() {
+            self.router.remove(id.key());
             if self.passive {
-                self.router.dispose([raw]);
+                self.router.dispose([id]);
             }
         }
     }
@@ -194,8 +152,8 @@ impl Drop for Endpoint {
 impl fmt::Debug for Endpoint {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Endpoint")
-            .field("local", &self.local_addr())
-            .field("peer", &self.peer_addr())
+            .field("local", &self.id().local_addr())
+            .field("peer", &self.id().peer_addr())
             .finish_non_exhaustive()
     }
 }

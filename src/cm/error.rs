@@ -3,7 +3,7 @@ use std::io;
 use std::net::{IpAddr, SocketAddr};
 use std::time::Duration;
 
-use crate::error::{LimitError, NoRuntime, SetupError, VerbError};
+use crate::error::{LimitError, NoRuntime, SetupError, VerbError, wraps};
 use crate::types::RejectReason;
 use crate::verbs::Device;
 
@@ -199,7 +199,7 @@ impl ConnectError {
 
     pub(super) fn through(mut self, device: &Device) -> Self {
         if let Self::Resolve { in_process, .. } | Self::Refused { in_process, .. } = &mut self {
-            *in_process = device.is_in_process();
+            *in_process = device.context().is_in_process();
         }
         self
     }
@@ -207,9 +207,10 @@ impl ConnectError {
     /// Returns the step that failed, if known.
     #[must_use]
     pub const fn step(&self) -> Option<ConnectStep> {
-        match self.attempt() {
-            Some((step, _)) => Some(step),
-            None => None,
+        match (self, self.attempt()) {
+            (_, Some(attempt)) => Some(attempt.step),
+            (Self::Lookup { .. }, None) => Some(ConnectStep::Lookup),
+            (_, None) => None,
         }
     }
 
@@ -217,35 +218,29 @@ impl ConnectError {
     #[must_use]
     pub const fn address(&self) -> Option<SocketAddr> {
         match self.attempt() {
-            Some((_, address)) => address,
+            Some(attempt) => Some(attempt.address),
             None => None,
         }
     }
 
-    const fn attempt(&self) -> Option<(ConnectStep, Option<SocketAddr>)> {
-        match self {
-            Self::Lookup { .. } => Some((ConnectStep::Lookup, None)),
+    const fn attempt(&self) -> Option<ConnectAttempt> {
+        let (step, address) = match *self {
             Self::Resolve { address, .. } | Self::OtherDevice { address, .. } => {
-                Some((ConnectStep::Resolve, Some(*address)))
+                (ConnectStep::Resolve, address)
             }
-            Self::AddressInUse { address, .. } => Some((ConnectStep::Listen, Some(*address))),
-            Self::Refused { address, .. } => Some((ConnectStep::Response, Some(*address))),
+            Self::AddressInUse { address, .. } => (ConnectStep::Listen, address),
+            Self::Refused { address, .. } => (ConnectStep::Response, address),
             Self::AddressNotAvailable { address, step, .. }
-            | Self::TimedOut { address, step, .. } => Some((*step, Some(*address))),
+            | Self::TimedOut { address, step, .. } => (step, address),
             Self::Rejected { attempt, .. }
             | Self::Unreachable { attempt, .. }
             | Self::Disconnected { attempt }
             | Self::AddressChanged { attempt }
-            | Self::DeviceRemoved { attempt }
-            | Self::Setup { attempt: Some(attempt), .. }
-            | Self::Verb { attempt: Some(attempt), .. } => {
-                Some((attempt.step, Some(attempt.address)))
-            }
-            Self::Setup { attempt: None, .. }
-            | Self::Verb { attempt: None, .. }
-            | Self::Limit(_)
-            | Self::NoRuntime(_) => None,
-        }
+            | Self::DeviceRemoved { attempt } => return Some(attempt),
+            Self::Setup { attempt, .. } | Self::Verb { attempt, .. } => return attempt,
+            Self::Lookup { .. } | Self::Limit(_) | Self::NoRuntime(_) => return None,
+        };
+        Some(ConnectAttempt { step, address })
     }
 
     pub(crate) fn lookup(host: Option<String>, error: &io::Error) -> Self {
@@ -279,21 +274,17 @@ impl ConnectError {
 
 impl fmt::Display for ConnectError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        if let Some(step) = self.step() {
-            match self.address() {
-                Some(address) => ConnectAttempt { step, address }.fmt(f)?,
-                None => {
-                    f.write_str("looking up the host name")?;
-                    if let Self::Lookup { host: Some(host), .. } = self {
-                        write!(f, " of {host}")?;
-                    }
-                }
-            }
-            f.write_str(": ")?;
+        if let Some(attempt) = self.attempt() {
+            write!(f, "{attempt}: ")?;
         }
         let reason = |errno: i32| io::Error::from_raw_os_error(errno);
         match self {
-            Self::Lookup { message, .. } => f.write_str(message),
+            Self::Lookup { host: Some(host), message, .. } => {
+                write!(f, "looking up the host name of {host}: {message}")
+            }
+            Self::Lookup { host: None, message, .. } => {
+                write!(f, "looking up the host name: {message}")
+            }
             Self::Resolve { in_process: true, .. } => {
                 write!(f, "no device of this process has the address, and {ONLY_IN_PROCESS}")
             }
@@ -305,12 +296,10 @@ impl fmt::Display for ConnectError {
                 "the route goes through device {device}, not through the device that was passed; \
                  open {device}"
             ),
-            Self::AddressInUse { device: Some(device), .. } => {
-                write!(
-                    f,
-                    "the address is in use by another listener of this process, on device {device}"
-                )
-            }
+            Self::AddressInUse { device: Some(device), .. } => write!(
+                f,
+                "the address is in use by another listener of this process, on device {device}"
+            ),
             Self::AddressInUse { device: None, .. } => {
                 f.write_str("the address is in use; choose another port or stop its listener")
             }
@@ -429,17 +418,7 @@ impl std::error::Error for ConnectError {}
 /// `result_large_err`.
 const _: () = assert!(size_of::<ConnectError>() <= 64);
 
-impl From<NoRuntime> for ConnectError {
-    fn from(error: NoRuntime) -> Self {
-        Self::NoRuntime(error)
-    }
-}
-
-impl From<LimitError> for ConnectError {
-    fn from(error: LimitError) -> Self {
-        Self::Limit(error)
-    }
-}
+wraps!(ConnectError: NoRuntime(NoRuntime), Limit(LimitError));
 
 impl From<SetupError> for ConnectError {
     fn from(error: SetupError) -> Self {

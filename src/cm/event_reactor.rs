@@ -1,15 +1,19 @@
 //! Registrations of the event channel with the I/O driver of each Tokio runtime in which a task has
 //! waited for an event. The registered waker drains the channel itself, without a task.
 
+use std::os::fd::{AsRawFd, RawFd};
 use std::sync::{Arc, Weak};
 use std::task::{Wake, Waker};
 
 use tokio::runtime::{self, Handle};
 
-use super::router::{Router, Watched};
+use super::router::Router;
+use crate::dispatch::CmChannel;
 use crate::error::NoRuntime;
 use crate::readable::Readable;
+use rdma_provider::cm_contract::CmChannel as _;
 
+#[derive(Default)]
 pub(super) struct Reactors(rdma_provider::locks::Mutex<Vec<Arc<Reactor>>>);
 
 struct Reactor {
@@ -22,11 +26,15 @@ struct Reactor {
     waker: Waker,
 }
 
-impl Reactors {
-    pub(super) fn new() -> Self {
-        Self(rdma_provider::locks::Mutex::new(Vec::new()))
-    }
+struct Watched(Arc<CmChannel>);
 
+impl AsRawFd for Watched {
+    fn as_raw_fd(&self) -> RawFd {
+        self.0.fd().as_raw_fd()
+    }
+}
+
+impl Reactors {
     /// Registers the channel with the current runtime, unless it is registered.
     pub(super) fn watch(&self, router: &Arc<Router>) -> Result<(), NoRuntime> {
         let handle = NoRuntime::or_current()?;
@@ -35,7 +43,7 @@ impl Reactors {
         if list.iter().any(|reactor| reactor.runtime == runtime) {
             return Ok(());
         }
-        let watched = router.watched();
+        let watched = Watched(Arc::clone(&router.channel));
         let fd = match NoRuntime::or_registered(|| Readable::new(watched))? {
             Ok(fd) => fd,
             // Only logged, because deadlines still end the wait.
@@ -89,7 +97,7 @@ impl Reactor {
         let Some(router) = self.router.upgrade() else { return };
         if self.fd.serve(&self.waker, || router.drain()).is_break() {
             // Futures that move to another runtime must register the channel there, so wake them.
-            router.reactors().deregister(self);
+            router.reactors.deregister(self);
             router.wake_waiters();
         }
     }
@@ -99,10 +107,6 @@ struct ReactorWaker(Weak<Reactor>);
 
 impl Wake for ReactorWaker {
     fn wake(self: Arc<Self>) {
-        self.wake_by_ref();
-    }
-
-    fn wake_by_ref(self: &Arc<Self>) {
         if let Some(reactor) = self.0.upgrade() {
             reactor.run();
         }

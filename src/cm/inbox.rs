@@ -106,16 +106,11 @@ impl Inbox {
             );
             return;
         }
-        let ends = kind.is_end();
-        if ends {
+        if kind.is_end() {
             // Before the tasks are woken, because a task that sees the end must find the queue pair
             // in the error state.
-            let queue_pair = {
-                let mut attached = self.attached.lock();
-                attached.ended = true;
-                attached.queue_pair.take()
-            };
-            fail_weak(queue_pair);
+            self.attached.lock().ended = true;
+            self.fail_queue_pair();
         }
         if self.state(|state| state.on_event(kind)) {
             self.wake_all();
@@ -130,16 +125,13 @@ impl Inbox {
     }
 
     pub(super) fn attach_queue_pair(&self, queue_pair: &QueuePair) {
-        let ended = {
-            let mut attached = self.attached.lock();
-            if !attached.ended {
-                attached.queue_pair = Some(queue_pair.downgrade());
-            }
-            attached.ended
-        };
-        if ended {
-            fail(queue_pair);
+        let mut attached = self.attached.lock();
+        if !attached.ended {
+            attached.queue_pair = Some(queue_pair.downgrade());
+            return;
         }
+        drop(attached);
+        fail(queue_pair);
     }
 
     pub(super) fn is_ending(&self) -> bool {
@@ -149,7 +141,9 @@ impl Inbox {
 
     pub(super) fn fail_queue_pair(&self) {
         let queue_pair = self.attached.lock().queue_pair.take();
-        fail_weak(queue_pair);
+        if let Some(queue_pair) = queue_pair.and_then(|weak| weak.upgrade()) {
+            fail(&queue_pair);
+        }
     }
 }
 
@@ -200,12 +194,6 @@ impl Drop for Wait<'_> {
         if self.ticket.is_some() {
             later::discard(self.inbox.seen.lock().waiters.withdraw(&mut self.ticket));
         }
-    }
-}
-
-fn fail_weak(queue_pair: Option<WeakQueuePair>) {
-    if let Some(queue_pair) = queue_pair.and_then(|weak| weak.upgrade()) {
-        fail(&queue_pair);
     }
 }
 

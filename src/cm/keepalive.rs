@@ -51,21 +51,13 @@ impl Keepalive {
     }
 }
 
-/// Completed work. A change proves that the peer has acknowledged or sent something.
-#[derive(Debug, PartialEq, Eq)]
-struct Activity {
-    sent: u64,
-    received: u64,
-}
-
-impl Activity {
-    fn of(queue_pair: &QueuePair) -> Self {
-        let (send, receive) = (queue_pair.send_counters(), queue_pair.receive_counters());
-        Self {
-            sent: send.posted.wrapping_sub(send.in_flight.into()),
-            received: receive.posted.wrapping_sub(receive.in_flight.into()),
-        }
-    }
+/// Returns the numbers of completed sends and receives. A change proves that the peer has
+/// acknowledged or sent something.
+fn completed(queue_pair: &QueuePair) -> (u64, u64) {
+    let (send, receive) = (queue_pair.send_counters(), queue_pair.receive_counters());
+    let sent = send.posted.wrapping_sub(send.in_flight.into());
+    let received = receive.posted.wrapping_sub(receive.in_flight.into());
+    (sent, received)
 }
 
 async fn probe(interval: Duration, queue_pair: WeakQueuePair, inbox: Arc<Inbox>, peer: SocketAddr) {
@@ -75,7 +67,7 @@ async fn probe(interval: Duration, queue_pair: WeakQueuePair, inbox: Arc<Inbox>,
         poll_fn(|context| sleep.poll(context)).await;
         let ended = inbox.state(|state| state.end.is_some());
         let Some(qp) = queue_pair.upgrade().filter(|_| !ended) else { return };
-        let now = Some(Activity::of(&qp));
+        let now = Some(completed(&qp));
         // An operation in flight detects a lost peer by its retries.
         let idle = qp.send_counters().in_flight == 0 && before == now;
         before = now;
@@ -86,7 +78,7 @@ async fn probe(interval: Duration, queue_pair: WeakQueuePair, inbox: Arc<Inbox>,
         // The task must not keep the queue pair alive.
         drop(qp);
         let Err(error) = written.await else {
-            before = queue_pair.upgrade().map(|qp| Activity::of(&qp));
+            before = queue_pair.upgrade().map(|qp| completed(&qp));
             continue;
         };
         let kind = error.kind();

@@ -3,7 +3,7 @@ use std::fmt;
 use std::future::poll_fn;
 use std::net::SocketAddr;
 use std::sync::{Arc, Weak};
-use std::task::{Context, Poll};
+use std::task::Context;
 use std::time::{Duration, Instant};
 
 use rdma_provider::locks::Mutex;
@@ -11,12 +11,12 @@ use tokio::net::ToSocketAddrs;
 
 use crate::coop::within_budget;
 use crate::dispatch::CmId;
-use crate::error::{LimitError, NoRuntime, SetupError, VerbError};
+use crate::error::{NoRuntime, SetupError, VerbError};
 use crate::op::{QueuePair, QueuePairBuilder};
 use crate::types::{Gid, PortNum, Qpn};
 use crate::verbs::Device;
 use rdma_provider::cm_contract::{
-    Admit, CmAnswer, CmId as _, CmPeer, MAX_REJECT_DATA, MAX_RESPONSE_DATA,
+    Admit, CmAnswer, CmChannel as _, CmId as _, CmPeer, MAX_REJECT_DATA, MAX_RESPONSE_DATA,
 };
 
 use super::connection::CmConnection;
@@ -25,7 +25,7 @@ use super::endpoint::{Endpoint, FailUnlessConnected, with_deadline};
 use super::error::{ConnectError, ConnectStep};
 use super::inbox::{Inbox, TakeRequests};
 use super::keepalive::Keepalive;
-use super::options::{ConnectionOptions, ListenOptions};
+use super::options::{ConnectionOptions, ListenOptions, check_private_data};
 use super::path::{Path, Reads, make_ready};
 use super::router::Router;
 use crate::clock::{self, Sleep};
@@ -53,7 +53,7 @@ use crate::clock::{self, Sleep};
 ///
 /// See each method.
 pub struct Listener {
-    bound: Mutex<Option<(Endpoint, AddressEntry)>>,
+    bound: Mutex<Option<(Endpoint, Arc<ListenAddress>)>>,
     router: Arc<Router>,
     inbox: Arc<Inbox>,
     incoming: Arc<Incoming>,
@@ -117,11 +117,11 @@ impl Listener {
         let incoming = Incoming::new(router, backlog);
         let inbox = Inbox::new(Some(incoming.clone()));
         let endpoint = Endpoint::new(router, router.create_id()?, inbox);
-        let port_space = router.port_space();
+        let port_space = router.channel.port_space();
         let refused = move |error: VerbError| match error.errno {
             VerbError::EADDRINUSE => ConnectError::AddressInUse {
                 address,
-                device: AddressEntry::device_at(port_space, address),
+                device: ListenAddress::device_at(port_space, address),
             },
             VerbError::EADDRNOTAVAIL => ConnectError::AddressNotAvailable {
                 address,
@@ -131,15 +131,15 @@ impl Listener {
             _ => error.into(),
         };
         let bound = endpoint
-            .call_blocking(router.may_block(), move |id| {
+            .call_blocking(router.channel.may_block(), move |id| {
                 id.bind(address).map_err(refused)?;
                 id.listen(backlog).map_err(refused)?;
                 Ok(id.local_addr())
             })
             .await?;
         let address = bound.unwrap_or(address);
-        let entry = AddressEntry::new(router, address);
-        rdma_provider::debug!(%address, backlog, device = router.device().name(), "listening");
+        let entry = ListenAddress::new(router, address);
+        rdma_provider::debug!(%address, backlog, device = router.device.name(), "listening");
         let (router, inbox) = (router.clone(), endpoint.inbox().clone());
         Ok(Self { bound: Mutex::new(Some((endpoint, entry))), router, inbox, incoming, address })
     }
@@ -147,7 +147,7 @@ impl Listener {
     /// Returns the device.
     #[must_use]
     pub fn device(&self) -> &Device {
-        self.router.device()
+        &self.router.device
     }
 
     /// Returns the listening address, with the actual port.
@@ -171,8 +171,9 @@ impl Listener {
         self.router.watch()?;
         loop {
             let Pending { endpoint, peer, .. } = self.next().await?;
-            let (device, address) = (self.router.device(), endpoint.peer_addr());
-            let Some(route) = endpoint.route().filter(|route| route.device == device.name()) else {
+            let (device, address) = (&self.router.device, endpoint.id().peer_addr());
+            let route = endpoint.id().route();
+            let Some(route) = route.filter(|route| route.device == device.name()) else {
                 rdma_provider::warn!(
                     ?address,
                     device = device.name(),
@@ -183,7 +184,7 @@ impl Listener {
             let source = route.destination;
             match Path::find(device, &route) {
                 Ok(path) => {
-                    let local = endpoint.local_addr().unwrap_or(self.address);
+                    let local = endpoint.id().local_addr().unwrap_or(self.address);
                     let address = address.unwrap_or(SocketAddr::new(source.to_ip(), 0));
                     return Ok(ConnectionRequest { endpoint, peer, path, source, local, address });
                 }
@@ -201,10 +202,9 @@ impl Listener {
 
     /// Lets the provider answer requests as `admit` decides; returns false if it cannot. Requests
     /// then arrive when their peers have confirmed, and accepting them sends no message.
-    pub(crate) fn answer(&self, admit: Arc<dyn Admit>) -> Result<bool, ConnectError> {
+    pub(crate) fn answer(&self, admit: Arc<dyn Admit>) -> bool {
         let bound = self.bound.lock();
-        let answers = |(endpoint, _): &(Endpoint, _)| endpoint.call(|id| Ok(id.answer(admit)));
-        bound.as_ref().map_or(Ok(false), answers)
+        bound.as_ref().is_some_and(|(endpoint, _)| endpoint.id().answer(admit))
     }
 
     pub(crate) fn watch(&self) -> Result<(), NoRuntime> {
@@ -240,7 +240,7 @@ impl Listener {
     async fn next(&self) -> Result<Pending, ConnectError> {
         let (inbox, incoming) = (&self.inbox, &self.incoming);
         // Declared first, so that it is dropped after `wait`.
-        let _next = WakeNext { inbox, incoming };
+        let _next = WakeNext(self);
         let mut wait = inbox.wait();
         let mut poll = |context: &mut Context<'_>| {
             let mut withdrawn = Vec::new();
@@ -252,15 +252,12 @@ impl Listener {
                     }
                     (None, None) => None,
                 });
-            match polled {
+            if polled.is_pending() {
                 // Checked on each poll, because the task may have moved from a runtime that has
                 // shut down.
-                Poll::Pending => self
-                    .router
-                    .watch()
-                    .map_or_else(|missing| Poll::Ready(Err(missing.into())), |()| Poll::Pending),
-                ready => ready,
+                self.router.watch()?;
             }
+            polled
         };
         poll_fn(|context| within_budget(context, &mut poll)).await
     }
@@ -268,15 +265,12 @@ impl Listener {
 
 /// On drop, wakes the next acceptor if requests are left, because this one may have consumed their
 /// wake-up.
-struct WakeNext<'a> {
-    inbox: &'a Inbox,
-    incoming: &'a Incoming,
-}
+struct WakeNext<'a>(&'a Listener);
 
 impl Drop for WakeNext<'_> {
     fn drop(&mut self) {
-        if !self.incoming.queue.lock().is_empty() {
-            self.inbox.wake_one();
+        if !self.0.incoming.queue.lock().is_empty() {
+            self.0.inbox.wake_one();
         }
     }
 }
@@ -313,46 +307,34 @@ impl PendingRequests {
     }
 }
 
-static LISTEN_ADDRESSES: Mutex<Vec<ListenAddress>> = Mutex::new(Vec::new());
+static LISTEN_ADDRESSES: Mutex<Vec<Weak<ListenAddress>>> = Mutex::new(Vec::new());
 
-#[derive(Debug, Clone, PartialEq, Eq)]
 struct ListenAddress {
     port_space: usize,
     address: SocketAddr,
     device: String,
 }
 
-struct AddressEntry(ListenAddress);
-
-impl AddressEntry {
-    fn new(router: &Router, address: SocketAddr) -> Self {
-        let held = ListenAddress {
-            port_space: router.port_space(),
-            address,
-            device: router.device().name().to_owned(),
-        };
-        LISTEN_ADDRESSES.lock().push(held.clone());
-        Self(held)
+impl ListenAddress {
+    fn new(router: &Router, address: SocketAddr) -> Arc<Self> {
+        let device = router.device.name().to_owned();
+        let new = Arc::new(Self { port_space: router.channel.port_space(), address, device });
+        let mut addresses = LISTEN_ADDRESSES.lock();
+        addresses.retain(|other| other.strong_count() > 0);
+        addresses.push(Arc::downgrade(&new));
+        new
     }
 
     /// Returns the device of the listener that conflicts with `address`. An unspecified address
     /// conflicts with every address.
     fn device_at(port_space: usize, address: SocketAddr) -> Option<String> {
-        let meet = |held: &&ListenAddress| {
+        let meet = |held: &Arc<Self>| {
             let any = held.address.ip().is_unspecified() || address.ip().is_unspecified();
             let same = held.port_space == port_space && held.address.port() == address.port();
             same && (any || held.address.ip() == address.ip())
         };
-        LISTEN_ADDRESSES.lock().iter().find(meet).map(|held| held.device.clone())
-    }
-}
-
-impl Drop for AddressEntry {
-    fn drop(&mut self) {
-        let mut held = LISTEN_ADDRESSES.lock();
-        if let Some(at) = held.iter().position(|held| *held == self.0) {
-            held.swap_remove(at);
-        }
+        let addresses = LISTEN_ADDRESSES.lock();
+        addresses.iter().filter_map(Weak::upgrade).find(meet).map(|held| held.device.clone())
     }
 }
 
@@ -444,7 +426,7 @@ impl ConnectionRequest {
     /// Returns the device on which the request arrived.
     #[must_use]
     pub fn device(&self) -> &Device {
-        self.endpoint.router().device()
+        &self.endpoint.router.device
     }
 
     /// Returns the peer's address.
@@ -505,11 +487,11 @@ impl ConnectionRequest {
     /// Lets the provider answer this request, see [`Listener::answer`]. Returns true if it does;
     /// the request must then no longer be used.
     pub(crate) fn answer_late(&self, answer: &CmAnswer) -> bool {
-        self.endpoint.answer_late(answer)
+        self.endpoint.id().answer_late(answer)
     }
 
     pub(crate) fn reserved(&self) -> Option<Qpn> {
-        self.endpoint.reserved()
+        self.endpoint.id().reserved()
     }
 
     /// Accepts the request with `queue_pair`, and waits until the peer confirms.
@@ -537,22 +519,20 @@ impl ConnectionRequest {
         options: &ConnectionOptions,
     ) -> Result<CmConnection, ConnectError> {
         let Self { endpoint, peer, path, local, address, .. } = self;
-        endpoint.watch()?;
+        endpoint.router.watch()?;
         let (private_data, transport) = options.checked(MAX_RESPONSE_DATA)?;
-        let device = endpoint.router().device().clone();
+        let device = endpoint.router.device.clone();
         let misfit = |error| ConnectError::from(error).during(ConnectStep::Prepare, address);
         path.check(&device, queue_pair).map_err(misfit)?;
-        Keepalive::check(options.probes(), transport.timeout, queue_pair).map_err(misfit)?;
+        Keepalive::check(options.keepalive, transport.timeout, queue_pair).map_err(misfit)?;
         let guard = FailUnlessConnected::new(queue_pair);
         let reads = Reads::of(&device, options)?.agreed(&peer);
-        with_deadline(options.deadline(), ConnectStep::Establish, address, async || {
+        with_deadline(options.timeout, ConnectStep::Establish, address, async || {
             endpoint.inbox().attach_queue_pair(queue_pair);
-            let params = reads.params(queue_pair, private_data, options.deadline());
-            let result = endpoint.call(|id| {
-                make_ready(id, queue_pair, reads, transport)?;
-                Ok(id.accept(&params)?)
-            });
-            endpoint.explain(result, ConnectStep::Accept, address).await?;
+            let params = reads.params(queue_pair, private_data, options.timeout);
+            let ready = make_ready(endpoint.id(), queue_pair, reads, transport);
+            let accepted = ready.and_then(|()| Ok(endpoint.id().accept(&params)?));
+            endpoint.explain(accepted, ConnectStep::Accept, address).await?;
             endpoint
                 .wait_for(|state| match (state.established, &state.end) {
                     // Established even if it has ended again: data of the peer may have arrived.
@@ -565,10 +545,10 @@ impl ConnectionRequest {
                 .await
         })
         .await?;
+        let (addresses, data) = ((local, address), peer.private_data);
+        let connection = CmConnection::new(endpoint, data, addresses, options, queue_pair)?;
         guard.connected();
-        let link =
-            CmConnection::new(endpoint, peer.private_data, (local, address), options.deadline());
-        Ok(link.with_keepalive(options.probes(), queue_pair)?)
+        Ok(connection)
     }
 
     /// Rejects the request. The peer gets [`ConnectError::Rejected`] with this private data.
@@ -583,20 +563,14 @@ impl ConnectionRequest {
     ///
     /// Dropping the future still rejects the request.
     pub async fn reject(self, private_data: &[u8]) -> Result<(), ConnectError> {
-        LimitError::check(
-            "bytes of private_data",
-            private_data.len() as u64,
-            MAX_REJECT_DATA as u64,
-        )?;
-        self.endpoint.watch()?;
-        let result = self.endpoint.call(|id| Ok(id.reject(private_data)?));
+        check_private_data(private_data, MAX_REJECT_DATA)?;
+        self.endpoint.router.watch()?;
+        let result = self.endpoint.id().reject(private_data);
         self.endpoint.explain(result, ConnectStep::Reject, self.address).await
     }
-}
 
-impl ConnectionRequest {
     pub(crate) fn refuse(self, private_data: &[u8]) {
-        if let Err(error) = self.endpoint.call(|id| Ok(id.reject(private_data)?)) {
+        if let Err(error) = self.endpoint.id().reject(private_data) {
             rdma_provider::debug!(
                 peer = %self.address,
                 %error,
@@ -614,7 +588,7 @@ impl ConnectionRequest {
         if self.reserved().is_none() {
             return Ok(error);
         }
-        let failed = Err::<(), _>(ConnectError::from(error.clone()));
+        let failed = Err::<(), _>(error.clone());
         match self.endpoint.explain(failed, ConnectStep::Prepare, self.address).await {
             Err(ConnectError::Setup { .. } | ConnectError::Verb { .. }) | Ok(()) => Ok(error),
             Err(gone) => Err(gone),
@@ -677,7 +651,7 @@ mod tests {
                     .unwrap();
             let options = ConnectionOptions::default();
             let answer = Listener::answer_with(&server, &options).unwrap();
-            assert!(listener.answer(Arc::new(All(answer))).unwrap());
+            assert!(listener.answer(Arc::new(All(answer))));
             let pd = client.protection_domain().unwrap();
             let queue = CompletionQueue::new(&client, CompletionMode::Event).unwrap();
             let mut routes = Vec::new();

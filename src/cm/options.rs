@@ -7,13 +7,14 @@ use crate::op::ConnectOptions;
 /// Settings for connecting to a listener, or for accepting a request. Module [`cm`](super) has an
 /// example.
 #[derive(Debug, Clone, PartialEq, Eq)]
+#[must_use]
 pub struct ConnectionOptions {
     source: Option<IpAddr>,
-    resolve_timeout: Duration,
-    timeout: Duration,
+    pub(super) resolve_timeout: Duration,
+    pub(super) timeout: Duration,
     private_data: Vec<u8>,
-    reads: Option<u8>,
-    keepalive: Option<Duration>,
+    pub(super) reads: Option<u8>,
+    pub(super) keepalive: Option<Duration>,
     transport: ConnectOptions,
 }
 
@@ -35,7 +36,6 @@ impl Default for ConnectionOptions {
 
 impl ConnectionOptions {
     /// Sets the device's address to connect from. By default the routing table selects it.
-    #[must_use]
     pub const fn source(mut self, address: IpAddr) -> Self {
         self.source = Some(address);
         self
@@ -43,7 +43,6 @@ impl ConnectionOptions {
 
     /// Sets the time limit of the host name lookup, and of resolving a route to each address. The
     /// default is 5 s.
-    #[must_use]
     pub const fn resolve_timeout(mut self, timeout: Duration) -> Self {
         self.resolve_timeout = timeout;
         self
@@ -54,7 +53,6 @@ impl ConnectionOptions {
     ///
     /// The kernel retransmits a lost message after 4.3 s, the software device after 0.27 s,
     /// doubling up to 4.3 s.
-    #[must_use]
     pub const fn timeout(mut self, timeout: Duration) -> Self {
         self.timeout = timeout;
         self
@@ -64,7 +62,6 @@ impl ConnectionOptions {
     /// none.
     ///
     /// The peer receives them padded with zeros. If trailing zeros matter, include the length.
-    #[must_use]
     pub fn private_data(mut self, data: impl Into<Vec<u8>>) -> Self {
         self.private_data = data.into();
         self
@@ -75,7 +72,6 @@ impl ConnectionOptions {
     ///
     /// A value beyond [`DeviceAttr::max_qp_rd_atom`](crate::types::DeviceAttr) or
     /// `max_qp_init_rd_atom` is refused.
-    #[must_use]
     pub const fn reads(mut self, reads: u8) -> Self {
         self.reads = Some(reads);
         self
@@ -102,7 +98,6 @@ impl ConnectionOptions {
     /// - Intervals are in real time, even if Tokio's clock is paused, except in
     ///   [`software::drive`](crate::software::drive). Probes end when the runtime that established
     ///   the connection shuts down.
-    #[must_use]
     pub const fn keepalive(mut self, interval: Option<Duration>) -> Self {
         self.keepalive = interval;
         self
@@ -111,7 +106,6 @@ impl ConnectionOptions {
     /// Sets the timeouts and retries of this side, which override the peer's proposal. A peer
     /// without settings of its own adopts this side's proposal: 6 retries, infinite RNR retries
     /// and, from the software device, an acknowledgement timeout of 537 ms.
-    #[must_use]
     pub const fn transport(mut self, transport: ConnectOptions) -> Self {
         self.transport = transport;
         self
@@ -123,45 +117,26 @@ impl ConnectionOptions {
     ) -> Result<Option<SocketAddr>, SetupError> {
         let Some(source) = self.source else { return Ok(None) };
         if source.is_ipv4() != destination.is_ipv4() {
-            let (ours, theirs) = (source.to_string(), destination.ip().to_string());
-            return Err(SetupError::Mismatch {
-                what: "address families of the source and the destination",
-                ours,
-                theirs,
-            });
+            let what = "address families of the source and the destination";
+            return Err(SetupError::mismatch(what, source, destination.ip()));
         }
         Ok(Some(SocketAddr::new(source, 0)))
     }
 
-    pub(super) const fn time_to_resolve(&self) -> Duration {
-        self.resolve_timeout
-    }
-
-    pub(super) const fn deadline(&self) -> Duration {
-        self.timeout
-    }
-
-    pub(super) const fn probes(&self) -> Option<Duration> {
-        self.keepalive
-    }
-
-    pub(super) const fn reads_requested(&self) -> Option<u8> {
-        self.reads
-    }
-
     pub(super) fn checked(&self, max_data: usize) -> Result<(&[u8], ConnectOptions), LimitError> {
-        LimitError::check(
-            "bytes of private_data",
-            self.private_data.len() as u64,
-            max_data as u64,
-        )?;
+        check_private_data(&self.private_data, max_data)?;
         self.transport.check()?;
         Ok((&self.private_data, self.transport))
     }
 }
 
+pub(super) fn check_private_data(data: &[u8], max: usize) -> Result<(), LimitError> {
+    LimitError::check("bytes of private_data", data.len() as u64, max as u64)
+}
+
 /// Settings of a [`Listener`](super::Listener), which has an example.
 #[derive(Debug, Clone, PartialEq, Eq)]
+#[must_use]
 pub struct ListenOptions {
     backlog: u32,
 }
@@ -190,7 +165,6 @@ impl ListenOptions {
     /// accepted request is abandoned if its peer does not confirm within 1.1 s. Later requests do
     /// not displace waiting ones, so forged requests can block a listener: to withstand them, use
     /// [`tokio_rdma::Listener`](crate::Listener).
-    #[must_use]
     pub const fn backlog(mut self, requests: u32) -> Self {
         self.backlog = requests;
         self

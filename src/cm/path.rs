@@ -37,32 +37,20 @@ impl Path {
     }
 
     pub(super) fn check(&self, device: &Device, queue_pair: &QueuePair) -> Result<(), SetupError> {
-        let mismatch =
-            |what, ours: String, theirs: String| Err(SetupError::Mismatch { what, ours, theirs });
-        if !queue_pair.protection_domain().device().same(device) {
-            return Err(SetupError::Foreign { what: "queue pair" });
-        }
+        let same_device = queue_pair.protection_domain().device().same(device);
+        SetupError::check_same(same_device, "queue pair")?;
         if queue_pair.transport() != Transport::Rc {
-            return mismatch(
-                "transports of the queue pair and the connection manager",
-                format!("{:?}", queue_pair.transport()),
-                "Rc".to_owned(),
-            );
+            let what = "transports of the queue pair and the connection manager";
+            return Err(SetupError::mismatch(what, format!("{:?}", queue_pair.transport()), "Rc"));
         }
         let (port, entry) = queue_pair.path();
         if port != self.port {
-            return mismatch(
-                "ports of the queue pair and the path to the peer (use prepare)",
-                port.to_string(),
-                self.port.to_string(),
-            );
+            let what = "ports of the queue pair and the path to the peer (use prepare)";
+            return Err(SetupError::mismatch(what, port, self.port));
         }
         if entry.gid != self.entry.gid {
-            return mismatch(
-                "GIDs of the queue pair and the path to the peer (use prepare)",
-                entry.gid.to_string(),
-                self.entry.gid.to_string(),
-            );
+            let what = "GIDs of the queue pair and the path to the peer (use prepare)";
+            return Err(SetupError::mismatch(what, entry.gid, self.entry.gid));
         }
         match queue_pair.last_state()? {
             QpState::Init => Ok(()),
@@ -86,7 +74,7 @@ pub(super) struct Reads {
 impl Reads {
     pub(super) fn of(device: &Device, options: &ConnectionOptions) -> Result<Self, LimitError> {
         let (serve, issue) = (device.attr().max_qp_rd_atom, device.attr().max_qp_init_rd_atom);
-        let Some(asked) = options.reads_requested() else { return Ok(Self { serve, issue }) };
+        let Some(asked) = options.reads else { return Ok(Self { serve, issue }) };
         LimitError::check("reads", asked.into(), serve.min(issue).into())?;
         Ok(Self { serve: asked, issue: asked })
     }
@@ -118,9 +106,7 @@ impl Reads {
             srq: queue_pair.shares_receives(),
         }
     }
-}
 
-impl Reads {
     pub(super) const fn answer(self, private_data: Vec<u8>) -> CmAnswer {
         CmAnswer {
             private_data,

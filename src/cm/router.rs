@@ -2,8 +2,6 @@
 //! Wakers that Tokio's reactor calls ([`Reactors`]) drain the channel directly.
 
 use std::collections::BTreeMap;
-use std::fmt;
-use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::{Arc, Weak};
 
 use rdma_provider::locks::Mutex;
@@ -22,11 +20,11 @@ use super::event_reactor::Reactors;
 use super::inbox::Inbox;
 
 pub(super) struct Router {
-    device: Device,
-    channel: Arc<CmChannel>,
+    pub(super) device: Device,
+    pub(super) channel: Arc<CmChannel>,
     inboxes: Mutex<BTreeMap<u64, Arc<Inbox>>>,
     drain_state: Mutex<DrainState>,
-    reactors: Reactors,
+    pub(super) reactors: Reactors,
     disposer: Arc<Disposer<Arc<CmId>>>,
 }
 
@@ -75,15 +73,6 @@ impl Drop for DrainTask {
 
 const QUOTA: usize = 64;
 
-pub(super) struct Watched(Arc<CmChannel>);
-
-impl std::os::fd::AsRawFd for Watched {
-    fn as_raw_fd(&self) -> std::os::fd::RawFd {
-        let fd: BorrowedFd<'_> = self.0.fd();
-        fd.as_fd().as_raw_fd()
-    }
-}
-
 /// The router of each device, by its address. A live router keeps its device alive, so that no
 /// other device has the address.
 static ROUTERS: Mutex<Vec<(usize, Weak<Router>)>> = Mutex::new(Vec::new());
@@ -117,7 +106,7 @@ impl Router {
             channel: Arc::new(device.context().create_cm_channel()?),
             inboxes: Mutex::default(),
             drain_state: Mutex::default(),
-            reactors: Reactors::new(),
+            reactors: Reactors::default(),
             disposer: Arc::default(),
         });
         let mut routers = ROUTERS.lock();
@@ -135,21 +124,9 @@ impl Router {
         find(&ROUTERS.lock(), device)
     }
 
-    pub(super) fn device(&self) -> &Device {
-        &self.device
-    }
-
     /// Does not block, because librdmacm writes one command, and the kernel takes a short lock.
     pub(super) fn create_id(&self) -> Result<CmId, VerbError> {
         self.channel.create_id()
-    }
-
-    pub(super) fn watched(&self) -> Watched {
-        Watched(Arc::clone(&self.channel))
-    }
-
-    pub(super) fn reactors(&self) -> &Reactors {
-        &self.reactors
     }
 
     pub(super) fn watch(self: &Arc<Self>) -> Result<(), NoRuntime> {
@@ -161,10 +138,6 @@ impl Router {
         inboxes.iter().for_each(|inbox| inbox.wake_all());
     }
 
-    pub(super) fn is_watched(&self) -> bool {
-        self.reactors.is_watched()
-    }
-
     pub(super) fn add(&self, key: u64, inbox: &Arc<Inbox>) {
         self.inboxes.lock().insert(key, Arc::clone(inbox));
     }
@@ -174,16 +147,8 @@ impl Router {
         drop(removed);
     }
 
-    pub(super) fn may_block(&self) -> bool {
-        self.channel.may_block()
-    }
-
-    pub(super) fn port_space(&self) -> usize {
-        self.channel.port_space()
-    }
-
     pub(super) fn dispose(self: &Arc<Self>, ids: impl IntoIterator<Item = Arc<CmId>>) {
-        if !self.may_block() {
+        if !self.channel.may_block() {
             return ids.into_iter().for_each(drop);
         }
         let router = Arc::downgrade(self);
@@ -192,11 +157,6 @@ impl Router {
                 router.schedule_drain(Vec::new());
             }
         });
-    }
-
-    /// The reactor's wakers may run outside of any runtime context.
-    fn runtime(&self) -> Option<Handle> {
-        Handle::try_current().ok().or_else(|| self.reactors.handle(&[]))
     }
 
     pub(super) fn drain(self: &Arc<Self>) {
@@ -242,7 +202,9 @@ impl Router {
     }
 
     fn schedule_drain(self: &Arc<Self>, gone: Vec<runtime::Id>) {
-        let runtime = if gone.is_empty() { self.runtime() } else { self.reactors.handle(&gone) };
+        // The reactor's wakers may run outside of any runtime context.
+        let current = Handle::try_current().ok().filter(|_| gone.is_empty());
+        let runtime = current.or_else(|| self.reactors.handle(&gone));
         // Otherwise no task waits, and the channel stays readable for a later waiter.
         if let Some(runtime) = runtime {
             let mut next =
@@ -276,15 +238,6 @@ impl Router {
         }
         inbox.on_event(kind);
         None
-    }
-}
-
-impl fmt::Debug for Router {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Router")
-            .field("device", &self.device)
-            .field("ids", &self.inboxes.lock().len())
-            .finish_non_exhaustive()
     }
 }
 

@@ -194,7 +194,7 @@ impl Listener {
             cm::Listener::answer_with(device, &config.connection.cm_options(MAX_RESPONSE_DATA)?)?;
         let admission = Admission::new(&config, answer);
         let inner = Box::pin(cm::Listener::bind(device, address)).await?;
-        let answered = inner.answer(admission.clone())?;
+        let answered = inner.answer(admission.clone());
         rdma_provider::debug!(address = %inner.local_addr(), answered, "listening for connections");
         let cache = ResourceCache::of(device);
         let backlog = Backlog::new(config.backlog);

@@ -8,7 +8,7 @@ use super::DcAddress;
 use super::target::path_mtu;
 use crate::dispatch::SendCounters;
 use crate::engine::{CompletionQueue, Receiver, ReceiverKey, WorkQueueCounters};
-use crate::error::{LimitError, NO_DC, OpErrorKind, SetupError};
+use crate::error::{LimitError, OpErrorKind, SetupError};
 use crate::op::{ConnectOptions, Destination, Posting, QueuePair, QueuePairBuilder};
 use crate::types::{
     AddressVector, DcKey, Gid, Mtu, PortNum, QpAttr, QpCaps, QpState, Qpn, Transport,
@@ -50,7 +50,6 @@ impl DcInitiator {
     }
 
     /// Returns a builder for an initiator. `queue` receives its completions.
-    #[must_use]
     pub fn builder(pd: &ProtectionDomain, queue: &CompletionQueue) -> DcInitiatorBuilder {
         DcInitiatorBuilder {
             queue_pair: QueuePair::builder(pd, queue).transport(Transport::Dci).max_recv_wr(0),
@@ -63,10 +62,6 @@ impl DcInitiator {
     #[inline]
     pub(super) fn queue_pair(&self) -> &QueuePair {
         &self.qp
-    }
-
-    pub(super) fn end(&self) {
-        self.qp.shut_down();
     }
 
     /// Returns the queue pair number.
@@ -127,13 +122,9 @@ impl DcInitiator {
         )?;
         self.qp.check_family(address.gid)?;
         if address.mtu < self.setup.mtu {
-            let (ours, theirs) =
-                (self.setup.mtu.bytes().to_string(), address.mtu.bytes().to_string());
-            return Err(SetupError::Mismatch {
-                what: "path MTUs of the initiator and the peer (lower DcInitiatorBuilder::mtu)",
-                ours,
-                theirs,
-            });
+            let what = "path MTUs of the initiator and the peer (lower DcInitiatorBuilder::mtu)";
+            let (ours, theirs) = (self.setup.mtu.bytes(), address.mtu.bytes());
+            return Err(SetupError::mismatch(what, ours, theirs));
         }
         let mut route = AddressVector::new(local.port, local.gid.index, address.gid);
         route.dlid = address.lid;
@@ -308,6 +299,7 @@ impl DcPeer {
 
 /// A builder for a [`DcInitiator`].
 #[derive(Debug, Clone)]
+#[must_use]
 pub struct DcInitiatorBuilder {
     queue_pair: QueuePairBuilder,
     options: ConnectOptions,
@@ -317,28 +309,24 @@ pub struct DcInitiatorBuilder {
 
 impl DcInitiatorBuilder {
     /// Sets the capacity of the send queue, like [`QueuePairBuilder::max_send_wr`].
-    #[must_use]
     pub fn max_send_wr(mut self, work_requests: u32) -> Self {
         self.queue_pair = self.queue_pair.max_send_wr(work_requests);
         self
     }
 
     /// Sets the scatter/gather elements of a work request, like [`QueuePairBuilder::max_sge`].
-    #[must_use]
     pub fn max_sge(mut self, elements: u32) -> Self {
         self.queue_pair = self.queue_pair.max_sge(elements);
         self
     }
 
     /// Sets the maximum of inline bytes, like [`QueuePairBuilder::max_inline`].
-    #[must_use]
     pub fn max_inline(mut self, bytes: u32) -> Self {
         self.queue_pair = self.queue_pair.max_inline(bytes);
         self
     }
 
     /// Sets timeouts and retries. The target's `rnr_timer` applies instead of this one.
-    #[must_use]
     pub fn options(mut self, options: ConnectOptions) -> Self {
         self.options = options;
         self
@@ -346,7 +334,6 @@ impl DcInitiatorBuilder {
 
     /// Sets the maximum packet payload, which all targets must accept; the MTU of the port by
     /// default.
-    #[must_use]
     pub fn mtu(mut self, mtu: Mtu) -> Self {
         self.mtu = Some(mtu);
         self
@@ -354,21 +341,18 @@ impl DcInitiatorBuilder {
 
     /// Sets the maximum of READs and atomics in flight, which the devices of all targets must
     /// support. The default suits targets on the same model of device.
-    #[must_use]
     pub fn reads(mut self, requests: u8) -> Self {
         self.reads = Some(requests);
         self
     }
 
     /// Chooses port and GID to reach this peer, like [`QueuePairBuilder::peer`].
-    #[must_use]
     pub fn peer(mut self, peer: impl Into<Gid>) -> Self {
         self.queue_pair = self.queue_pair.peer(peer);
         self
     }
 
     /// Sets port and GID index, like [`QueuePairBuilder::source`].
-    #[must_use]
     pub fn source(mut self, port: PortNum, gid_index: u8) -> Self {
         self.queue_pair = self.queue_pair.source(port, gid_index);
         self
@@ -383,17 +367,10 @@ impl DcInitiatorBuilder {
     pub fn build(self) -> Result<DcInitiator, SetupError> {
         let Self { queue_pair, options, mtu, reads } = self;
         options.check()?;
-        let Some(dc) = queue_pair.device().attr().dc else {
-            return Err(SetupError::Unsupported { what: NO_DC });
-        };
+        let dc = queue_pair.device().dc()?;
         let qp = queue_pair.build_any()?;
-        let reads = match reads {
-            Some(reads) => {
-                LimitError::check("reads", reads.into(), dc.max_init_rd_atomic.into())?;
-                reads
-            }
-            None => dc.max_init_rd_atomic.min(dc.max_rd_atomic),
-        };
+        let reads = reads.unwrap_or(dc.max_init_rd_atomic.min(dc.max_rd_atomic));
+        LimitError::check("reads", reads.into(), dc.max_init_rd_atomic.into())?;
         let mtu = path_mtu(mtu, qp.local().mtu)?;
         let initiator = DcInitiator {
             qp,

@@ -4,7 +4,7 @@ use std::sync::Arc;
 use super::DcAddress;
 use crate::dispatch::TargetCounters;
 use crate::engine::{SharedReceives, TargetCore};
-use crate::error::SetupError;
+use crate::error::{LimitError, SetupError, VerbError};
 use crate::op::{Path, SharedReceiveQueue};
 use crate::types::{
     Access, AddressVector, DcKey, Gid, Mtu, PortNum, QpAttr, QpState, Qpn, RnrTimer,
@@ -73,7 +73,6 @@ impl DcTarget {
     }
 
     /// Returns a builder for a target.
-    #[must_use]
     pub fn builder(pd: &ProtectionDomain, srq: &SharedReceiveQueue) -> DcTargetBuilder {
         DcTargetBuilder {
             pd: pd.clone(),
@@ -134,6 +133,7 @@ impl fmt::Debug for DcTarget {
 
 /// A builder for a [`DcTarget`], which has an example.
 #[derive(Debug, Clone)]
+#[must_use]
 pub struct DcTargetBuilder {
     pd: ProtectionDomain,
     srq: SharedReceiveQueue,
@@ -146,7 +146,6 @@ pub struct DcTargetBuilder {
 
 impl DcTargetBuilder {
     /// Sets the access of peers to regions of the protection domain; all rights by default.
-    #[must_use]
     pub fn access(mut self, access: Access) -> Self {
         self.access = access;
         self
@@ -154,7 +153,6 @@ impl DcTargetBuilder {
 
     /// Sets the maximum packet payload, which initiators must not exceed; the MTU of the port by
     /// default.
-    #[must_use]
     pub fn mtu(mut self, mtu: Mtu) -> Self {
         self.mtu = Some(mtu);
         self
@@ -162,14 +160,12 @@ impl DcTargetBuilder {
 
     /// Sets how long a peer waits before it retries a message that found no receive; 0.64 ms by
     /// default.
-    #[must_use]
     pub fn rnr_timer(mut self, timer: RnrTimer) -> Self {
         self.rnr_timer = timer;
         self
     }
 
     /// Sets the access key; random by default.
-    #[must_use]
     pub fn key(mut self, key: DcKey) -> Self {
         self.key = Some(key);
         self
@@ -177,7 +173,6 @@ impl DcTargetBuilder {
 
     /// Chooses port and GID to reach this peer, like
     /// [`QueuePairBuilder::peer`](crate::op::QueuePairBuilder::peer).
-    #[must_use]
     pub fn peer(mut self, peer: impl Into<Gid>) -> Self {
         self.path = Path::To(peer.into());
         self
@@ -185,7 +180,6 @@ impl DcTargetBuilder {
 
     /// Sets port and GID index, like
     /// [`QueuePairBuilder::source`](crate::op::QueuePairBuilder::source).
-    #[must_use]
     pub fn source(mut self, port: PortNum, gid_index: u8) -> Self {
         self.path = Path::From(port, gid_index);
         self
@@ -229,11 +223,7 @@ impl DcTargetBuilder {
         };
         core.with_dct(|dct| dct.modify(&init).and_then(|()| dct.modify(&rtr)))??;
         let Some(number) = core.with_dct(Dct::number)? else {
-            return Err(crate::error::VerbError::new(
-                "reading the number of a DC target",
-                crate::error::VerbError::EIO,
-            )
-            .into());
+            return Err(VerbError::new("reading the number of a DC target", VerbError::EIO).into());
         };
         rdma_provider::debug!(%number, gid = %gid.gid, "created DC target");
         let address = DcAddress {
@@ -250,6 +240,6 @@ impl DcTargetBuilder {
 
 pub(super) fn path_mtu(asked: Option<Mtu>, active: Mtu) -> Result<Mtu, SetupError> {
     let mtu = asked.unwrap_or(active);
-    crate::error::LimitError::check("path MTU", mtu.bytes() as u64, active.bytes() as u64)?;
+    LimitError::check("path MTU", mtu.bytes() as u64, active.bytes() as u64)?;
     Ok(mtu)
 }

@@ -243,11 +243,17 @@ pub enum SetupError {
     Closed,
 }
 
-pub(crate) const NO_DC: &str = "the device lacks the dynamically connected transport (DC)";
-
 impl SetupError {
     pub(crate) fn at_least(field: &'static str, asked: u64, least: u64) -> Result<(), Self> {
         if asked >= least { Ok(()) } else { Err(Self::TooSmall { field, asked, least }) }
+    }
+
+    pub(crate) fn check_same(is_same: bool, what: &'static str) -> Result<(), Self> {
+        if is_same { Ok(()) } else { Err(Self::Foreign { what }) }
+    }
+
+    pub(crate) fn mismatch(what: &'static str, ours: impl ToString, theirs: impl ToString) -> Self {
+        Self::Mismatch { what, ours: ours.to_string(), theirs: theirs.to_string() }
     }
 }
 
@@ -276,19 +282,18 @@ impl fmt::Display for SetupError {
                 "wrong completion queue {asked} for receives: the shared receive queue completes \
                  on completion queue {queue}; omit QueuePairBuilder::receive_completions"
             ),
-            Self::NoGid { port } => {
-                write!(
-                    f,
-                    "port {port} is not active or lacks a suitable GID; check its link and the \
+            Self::NoGid { port } => write!(
+                f,
+                "port {port} is not active or lacks a suitable GID; check its link and the \
                      addresses of its network interface"
-                )
-            }
+            ),
             Self::Unsupported { what } => write!(f, "unsupported: {what}"),
             Self::Closed => f.write_str("the object is closed, or its completion queue has failed"),
         }
     }
 }
 
+/// Implements `From` for the causes that a variant holds.
 macro_rules! wraps {
     ($outer:ident: $($variant:ident($inner:ty)),*) => {
         $(impl From<$inner> for $outer {
@@ -298,6 +303,8 @@ macro_rules! wraps {
         })*
     };
 }
+
+pub(crate) use wraps;
 
 impl std::error::Error for OpenError {}
 
@@ -494,13 +501,11 @@ impl fmt::Display for OpErrorKind {
         match self {
             Self::Completion(error) => error.fmt(f),
             Self::Post(error) => write!(f, "failed to post the work request: {error}"),
-            Self::State { qpn, state: state @ (QpState::Err | QpState::Sqe), error } => {
-                write!(
-                    f,
-                    "queue pair {qpn} has failed (state {state:?}); create and connect a new one \
+            Self::State { qpn, state: state @ (QpState::Err | QpState::Sqe), error } => write!(
+                f,
+                "queue pair {qpn} has failed (state {state:?}); create and connect a new one \
                      ({error})"
-                )
-            }
+            ),
             Self::State { qpn, state, error } => write!(
                 f,
                 "queue pair {qpn} is not connected (state {state:?}): sends need state Rts, \
@@ -519,30 +524,24 @@ impl fmt::Display for OpErrorKind {
                 )
             }
             Self::Unsupported { what } => write!(f, "the queue pair does not support {what}"),
-            Self::NotOneSided { index, what } => {
-                write!(
-                    f,
-                    "work request {index} of the batch is a {what}, which would consume a receive \
+            Self::NotOneSided { index, what } => write!(
+                f,
+                "work request {index} of the batch is a {what}, which would consume a receive \
                      that the peer's Connection reserves for messages; post only WRITE and READ"
-                )
-            }
-            Self::Misaligned { addr, len } => {
-                write!(
-                    f,
-                    "invalid target of an atomic, {len} bytes at {addr:#x}: 8 bytes on an 8-byte \
+            ),
+            Self::Misaligned { addr, len } => write!(
+                f,
+                "invalid target of an atomic, {len} bytes at {addr:#x}: 8 bytes on an 8-byte \
                      boundary required"
-                )
-            }
+            ),
             Self::Closed => f.write_str(
                 "the queue pair was closed before the operation completed; its outcome is unknown",
             ),
-            Self::CompletionQueue(error) => {
-                write!(
-                    f,
-                    "the completion queue failed, and the outcome of the operation is unknown: \
+            Self::CompletionQueue(error) => write!(
+                f,
+                "the completion queue failed, and the outcome of the operation is unknown: \
                      {error}"
-                )
-            }
+            ),
             Self::TimedOut { outcome: Outcome::NotSent } => {
                 f.write_str("the deadline passed before the operation was posted; nothing was sent")
             }

@@ -12,7 +12,6 @@
 
 #![allow(unsafe_code)]
 
-use std::any::Any;
 use std::fmt;
 use std::mem::ManuallyDrop;
 use std::ops::{Deref, DerefMut, RangeBounds};
@@ -26,8 +25,7 @@ use super::registration::Registration;
 use super::slab_index;
 use crate::error::{LimitError, OutOfBounds, SetupError};
 use crate::memory::Storage;
-use crate::types::Access;
-use crate::types::Sge;
+use crate::types::{Access, Sge};
 use crate::verbs::ProtectionDomain;
 
 /// The process aborts beyond this number, which only leaked views reach.
@@ -157,7 +155,10 @@ impl ProtectionDomain {
     /// [`SetupError`] if the memory exceeds the maximum length of a buffer (2^32 - 1 bytes) or of a
     /// registration, or if a verb fails.
     pub fn register<S: Storage>(&self, storage: S) -> Result<BufMut, SetupError> {
-        BufMut::from_storage(Registration::new(self, storage, Access::LOCAL_WRITE, false)?)
+        let registration = Registration::new(self, storage, Access::LOCAL_WRITE, false)?;
+        LimitError::check("buffer bytes", registration.len() as u64, u64::from(u32::MAX))?;
+        let len = registration.len() as u32;
+        Ok(Chunk::new(Slab::new(registration, len, 1, None), 0).into_buffer(len))
     }
 }
 
@@ -173,12 +174,6 @@ impl BufMut {
         // SAFETY: S1: `this` is never dropped, so its reference to the slab is taken once.
         let slab = unsafe { ManuallyDrop::take(&mut this.slab) };
         Chunk { start: this.ptr, slab }
-    }
-
-    pub(crate) fn from_storage(registration: Registration) -> Result<Self, SetupError> {
-        LimitError::check("buffer bytes", registration.len() as u64, u64::from(u32::MAX))?;
-        let len = registration.len() as u32;
-        Ok(Chunk::new(Slab::new(registration, len, 1, None), 0).into_buffer(len))
     }
 
     /// Returns the maximum length.
@@ -224,22 +219,14 @@ impl BufMut {
     ///
     /// [`ProtectionDomain::register`]: crate::verbs::ProtectionDomain::register
     pub fn into_storage<S: Storage>(self) -> Result<S, Self> {
-        if self.slab.free.is_some() || !self.slab.registration().holds::<S>() {
+        if self.slab.free.is_some() {
             return Err(self);
         }
         let len = self.len;
-        let mut this = ManuallyDrop::new(self);
-        // SAFETY: S1: `this` is never dropped, so its reference to the slab is taken once.
-        let slab = unsafe { ManuallyDrop::take(&mut this.slab) };
-        match Arc::try_unwrap(slab) {
+        match Arc::try_unwrap(self.into_chunk().slab) {
             Ok(mut slab) => {
-                let Some(storage) = slab.registration.deregister() else {
-                    return Err(Chunk::new(slab.into_shared(), 0).into_buffer(len));
-                };
-                let storage: Box<dyn Any> = storage;
-                Ok(*storage
-                    .downcast::<S>()
-                    .unwrap_or_else(|_| unreachable!("its type was checked above")))
+                let storage = slab.registration.take();
+                storage.ok_or_else(|| Chunk::new(slab.into_shared(), 0).into_buffer(len))
             }
             Err(slab) => Err(Chunk::new(slab, 0).into_buffer(len)),
         }
@@ -285,8 +272,8 @@ impl DerefMut for BufMut {
 impl Drop for BufMut {
     #[inline]
     fn drop(&mut self) {
-        // SAFETY: S1: taken only here; `freeze`, `into_storage` and `into_chunk` never drop the
-        // value they take it from.
+        // SAFETY: S1: taken only here; `freeze` and `into_chunk` never drop the value they take it
+        // from.
         let slab = unsafe { ManuallyDrop::take(&mut self.slab) };
         FreeList::return_chunk(Chunk { start: self.ptr, slab });
     }
@@ -356,23 +343,11 @@ impl Buf {
     /// ([`slab_index`]).
     #[inline]
     pub(crate) fn of_bytes(bytes: &bytes::Bytes, pd: &ProtectionDomain) -> Option<Self> {
-        Self::of_bytes_in(bytes, |address, len| slab_index::find(pd, address, len))
-    }
-
-    #[inline]
-    pub(super) fn of_bytes_in(
-        bytes: &bytes::Bytes,
-        find: impl FnOnce(usize, usize) -> Option<Arc<Slab>>,
-    ) -> Option<Self> {
-        if bytes.len() < slab_index::SHORTEST { None } else { Self::of_long_bytes(bytes, find) }
-    }
-
-    fn of_long_bytes(
-        bytes: &bytes::Bytes,
-        find: impl FnOnce(usize, usize) -> Option<Arc<Slab>>,
-    ) -> Option<Self> {
+        if bytes.len() < slab_index::SHORTEST {
+            return None;
+        }
         let address = bytes.as_ptr().addr();
-        let slab = find(address, bytes.len())?;
+        let slab = slab_index::find(pd, address, bytes.len())?;
         let offset = address - slab.range().0;
         let (index, start) = (offset / slab.stride as usize, offset % slab.stride as usize);
         if start + bytes.len() > slab.stride as usize {
@@ -612,24 +587,6 @@ mod tests {
         assert!(Buf::of_bytes(&registered.slice(1..), &pd).is_none(), "a copy costs less");
         assert!(Buf::of_bytes(&vec![1; 5000].into(), &pd).is_none(), "of the allocator");
         assert!(Buf::of_bytes(&Bytes::new(), &pd).is_none());
-    }
-
-    #[test]
-    fn finder_finds_what_the_index_finds() {
-        let pd = domain();
-        let mut slabs = slab_index::SlabFinder::default();
-        let [one, other] = [5, 6].map(|byte| pd.register(vec![byte; 8192]).unwrap().freeze());
-        for view in [&one, &one, &other, &one] {
-            let bytes = bytes::Bytes::from(view.clone());
-            let found = slabs.view(&bytes, &pd).expect("it is registered");
-            assert_eq!((found.sge(), found[0]), (view.sge(), view[0]));
-        }
-        let address = one.sge().addr as usize;
-        assert!(slabs.find(&pd, address, 8192).is_some());
-        assert!(slabs.find(&pd, address, 8193).is_none() && slabs.find(&pd, 0, 1).is_none());
-        drop(one);
-        assert!(slabs.find(&pd, address, 8192).is_none(), "registered no longer");
-        assert!(slabs.view(&vec![1; 5000].into(), &pd).is_none(), "never registered");
     }
 
     #[test]

@@ -1,14 +1,12 @@
 #![forbid(unsafe_code)]
 
-use std::fmt;
 use std::ops::Range;
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
 
 use super::registration::Registration;
 use crate::error::{LimitError, SetupError};
-use crate::memory::ExposedSlice;
-use crate::memory::RemoteRegion;
+use crate::memory::{ExposedSlice, RemoteRegion};
 use crate::types::Access;
 use crate::verbs::ProtectionDomain;
 use rdma_provider::contract::DmaBufRange;
@@ -54,6 +52,7 @@ use rdma_provider::contract::DmaBufRange;
 /// # Ok(())
 /// # }
 /// ```
+#[derive(Debug)]
 pub struct DmaBufRegion {
     inner: Arc<Registration>,
     access: Access,
@@ -134,7 +133,7 @@ impl DmaBufRegion {
     /// [`ExposedRegion::grant`](crate::memory::ExposedRegion::grant).
     #[must_use]
     pub fn grant(&self) -> RemoteRegion {
-        RemoteRegion::new(self.inner.addr(), self.len() as u64, self.inner.rkey())
+        self.inner.grant()
     }
 
     /// Returns a part as local memory of an operation. `range` counts from the start of the region.
@@ -153,23 +152,12 @@ impl DmaBufRegion {
     /// The region, if operations or slices still use it, or deregistration fails.
     pub fn into_fd(self) -> Result<OwnedFd, Self> {
         let access = self.access;
-        let mut registration = match Arc::try_unwrap(self.inner) {
-            Ok(registration) => registration,
-            Err(inner) => return Err(Self { inner, access }),
-        };
-        match registration.deregister().map(|owner| owner.downcast::<OwnedFd>()) {
-            Some(Ok(fd)) => Ok(*fd),
-            _ => Err(Self { inner: Arc::new(registration), access }),
+        match Arc::try_unwrap(self.inner) {
+            Ok(mut registration) => {
+                let fd = registration.take();
+                fd.ok_or_else(|| Self { inner: Arc::new(registration), access })
+            }
+            Err(inner) => Err(Self { inner, access }),
         }
-    }
-}
-
-impl fmt::Debug for DmaBufRegion {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("DmaBufRegion")
-            .field("len", &self.len())
-            .field("access", &self.access)
-            .field("rkey", &self.inner.rkey())
-            .finish()
     }
 }

@@ -1,7 +1,5 @@
 #![allow(unsafe_code)]
 
-use std::any::Any;
-use std::fmt;
 use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -46,6 +44,7 @@ use crate::types::{Access, Sge};
 /// # Ok(())
 /// # }
 /// ```
+#[derive(Debug)]
 pub struct ExposedRegion {
     inner: Arc<Registration>,
     access: Access,
@@ -95,7 +94,7 @@ impl ExposedRegion {
     /// a part, or a limited time.
     #[must_use]
     pub fn grant(&self) -> RemoteRegion {
-        RemoteRegion::new(self.inner.addr(), self.inner.len() as u64, self.inner.rkey())
+        self.inner.grant()
     }
 
     /// Copies bytes from `offset` into `out`.
@@ -169,10 +168,6 @@ impl ExposedRegion {
         ExposedSlice::new(&self.inner, range)
     }
 
-    pub(crate) fn check(&self, range: &Range<usize>) -> Result<(), LimitError> {
-        check(&self.inner, range)
-    }
-
     pub(crate) fn registration(&self) -> &Arc<Registration> {
         &self.inner
     }
@@ -184,47 +179,20 @@ impl ExposedRegion {
     /// The region, if operations, slices or leases still use it, the memory is not an `S`, or
     /// deregistration fails.
     pub fn into_storage<S: Storage>(self) -> Result<S, Self> {
-        if !self.inner.holds::<S>() {
-            return Err(self);
-        }
         let access = self.access;
         match Arc::try_unwrap(self.inner) {
             Ok(mut registration) => {
-                let Some(storage) = registration.deregister() else {
-                    return Err(Self { inner: Arc::new(registration), access });
-                };
-                let storage: Box<dyn Any> = storage;
-                Ok(*storage
-                    .downcast::<S>()
-                    .unwrap_or_else(|_| unreachable!("its type was checked above")))
+                let storage = registration.take();
+                storage.ok_or_else(|| Self { inner: Arc::new(registration), access })
             }
             Err(inner) => Err(Self { inner, access }),
         }
     }
 }
 
-impl fmt::Debug for ExposedRegion {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("ExposedRegion")
-            .field("len", &self.len())
-            .field("access", &self.access)
-            .field("rkey", &self.inner.rkey())
-            .finish()
-    }
-}
-
-fn check(registration: &Registration, range: &Range<usize>) -> Result<(), LimitError> {
-    LimitError::check("start of the range (its end)", range.start as u64, range.end as u64)?;
-    LimitError::check(
-        "end of the range (bytes of the region)",
-        range.end as u64,
-        registration.len() as u64,
-    )
-}
-
 /// A part of an [`ExposedRegion`] or [`DmaBufRegion`](crate::memory::DmaBufRegion) as local memory
 /// of an operation, which keeps the region registered.
-#[derive(Clone)]
+#[derive(Debug, Clone)]
 pub struct ExposedSlice {
     inner: Arc<Registration>,
     offset: usize,
@@ -233,7 +201,7 @@ pub struct ExposedSlice {
 
 impl ExposedSlice {
     pub(crate) fn new(of: &Arc<Registration>, range: Range<usize>) -> Result<Self, SetupError> {
-        check(of, &range)?;
+        of.check_range(&range)?;
         LimitError::check("slice bytes", range.len() as u64, u64::from(u32::MAX))?;
         Ok(Self { inner: of.clone(), offset: range.start, len: range.len() as u32 })
     }
@@ -267,15 +235,6 @@ impl ExposedSlice {
 
     pub(crate) fn registration(&self) -> &Registration {
         &self.inner
-    }
-}
-
-impl fmt::Debug for ExposedSlice {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("ExposedSlice")
-            .field("offset", &self.offset)
-            .field("len", &self.len)
-            .finish_non_exhaustive()
     }
 }
 

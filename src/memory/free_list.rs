@@ -56,60 +56,45 @@ impl FreeList {
 
     #[inline]
     pub(crate) fn take(&self, len: u32) -> Option<BufMut> {
-        let mut chunks = self.chunks.lock();
-        if chunks.free.len() > chunks.promised {
-            return Some(chunks.pop().into_buffer(len));
-        }
-        let has_promised = chunks.promised > 0;
-        drop(chunks);
-        if has_promised { self.take_unclaimed(len) } else { None }
-    }
-
-    #[cold]
-    fn take_unclaimed(&self, len: u32) -> Option<BufMut> {
-        self.permits.try_acquire().ok()?.forget();
-        let mut chunks = self.chunks.lock();
-        chunks.promised -= 1;
-        let chunk = chunks.pop();
-        // A task may have begun to wait between the two locks and have counted on this permit.
+        let mut chunks = self.claim(1)?;
+        let buffer = chunks.pop().into_buffer(len);
         self.keep_promises(chunks);
-        Some(chunk.into_buffer(len))
+        Some(buffer)
     }
 
     pub(crate) fn take_many(&self, buffers: &mut Vec<BufMut>, number: usize, len: u32) -> bool {
-        let mut chunks = self.chunks.lock();
-        let unpromised = chunks.free.len() - chunks.promised;
-        if number <= unpromised {
-            chunks.pop_many(buffers, number, len);
-            return true;
-        }
-        let missing = number - unpromised;
-        if missing > chunks.promised {
-            return false;
-        }
-        drop(chunks);
-        self.take_many_unclaimed(buffers, number, missing, len)
-    }
-
-    #[cold]
-    fn take_many_unclaimed(
-        &self,
-        buffers: &mut Vec<BufMut>,
-        number: usize,
-        missing: usize,
-        len: u32,
-    ) -> bool {
-        let Ok(permits) = self.permits.try_acquire_many(missing as u32) else { return false };
-        let mut chunks = self.chunks.lock();
-        if chunks.free.len() - chunks.promised < number - missing {
-            // Another task took some of the others; the permits stay available.
-            return false;
-        }
-        permits.forget();
-        chunks.promised -= missing;
+        let Some(mut chunks) = self.claim(number) else { return false };
         chunks.pop_many(buffers, number, len);
         self.keep_promises(chunks);
         true
+    }
+
+    /// Locks the chunks if `number` of them are free and not promised, or promised without a wait
+    /// that uses the permits.
+    ///
+    /// The caller takes them, then calls `keep_promises`: a task may have begun to wait between
+    /// the two locks and have counted on the permits.
+    #[inline]
+    fn claim(&self, number: usize) -> Option<MutexGuard<'_, Chunks>> {
+        let chunks = self.chunks.lock();
+        let unpromised = chunks.free.len() - chunks.promised;
+        if number <= unpromised {
+            return Some(chunks);
+        }
+        let missing = number - unpromised;
+        if missing > chunks.promised {
+            return None;
+        }
+        drop(chunks);
+        let permits = self.permits.try_acquire_many(missing as u32).ok()?;
+        let mut chunks = self.chunks.lock();
+        if chunks.free.len() - chunks.promised < number - missing {
+            // Another task took some of the others; the permits stay available.
+            return None;
+        }
+        permits.forget();
+        chunks.promised -= missing;
+        Some(chunks)
     }
 
     pub(crate) async fn wait(&self, len: u32) -> BufMut {
@@ -122,7 +107,12 @@ impl FreeList {
 
     /// The caller must take `number` chunks with the returned lock.
     async fn granted(&self, number: u32) -> MutexGuard<'_, Chunks> {
-        let waiting = Waiting::new(self, number as usize);
+        {
+            let mut chunks = self.chunks.lock();
+            chunks.wanted += number as usize;
+            self.keep_promises(chunks);
+        }
+        let waiting = Waiting { list: self, number: number as usize };
         match wakes_contained(self.permits.acquire_many(number)).await {
             Ok(permits) => permits.forget(),
             Err(_) => unreachable!("the semaphore is never closed"),
@@ -210,15 +200,6 @@ impl Chunks {
 struct Waiting<'a> {
     list: &'a FreeList,
     number: usize,
-}
-
-impl<'a> Waiting<'a> {
-    fn new(list: &'a FreeList, number: usize) -> Self {
-        let mut chunks = list.chunks.lock();
-        chunks.wanted += number;
-        list.keep_promises(chunks);
-        Self { list, number }
-    }
 }
 
 impl Drop for Waiting<'_> {

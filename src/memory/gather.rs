@@ -20,16 +20,21 @@ pub trait Gather: Sealed + Send + Unpin + 'static {}
 ///
 /// This trait is sealed.
 pub trait Scatter: Gather {
+    /// Shortens the memory to the first `len` bytes, and returns how many of them it has.
     #[doc(hidden)]
-    fn filled(&mut self, len: usize);
+    fn filled(&mut self, len: usize) -> usize;
 }
 
 /// Seals [`Gather`]. The bytes do not move while the value is owned.
 pub trait Sealed {
     #[doc(hidden)]
-    fn pieces(&self, visit: &mut dyn FnMut(Sge, PdKey));
+    fn pieces(&self, visit: &mut dyn FnMut(Sge, PdKey)) {
+        if let Some((sge, pd)) = self.single() {
+            visit(sge, pd);
+        }
+    }
 
-    /// Returns the element, for types that have exactly one: avoids the visitor.
+    /// Returns the element, for types that have exactly one.
     #[doc(hidden)]
     #[inline]
     fn single(&self) -> Option<(Sge, PdKey)> {
@@ -54,40 +59,38 @@ fn key(registration: &Registration) -> PdKey {
     PdKey(registration.pd().id())
 }
 
-macro_rules! piece {
-    ($($buffer:ty, $this:ident => $registration:expr, {$($more:tt)*})*) => {
-        $(
-            impl Gather for $buffer {}
+impl Gather for Buf {}
 
-            impl Sealed for $buffer {
-                fn pieces(&self, visit: &mut dyn FnMut(Sge, PdKey)) {
-                    let $this = self;
-                    visit($this.sge(), key($registration));
-                }
-
-                #[inline]
-                fn single(&self) -> Option<(Sge, PdKey)> {
-                    let $this = self;
-                    Some(($this.sge(), key($registration)))
-                }
-
-                $($more)*
-            }
-        )*
-    };
+impl Sealed for Buf {
+    #[inline]
+    fn single(&self) -> Option<(Sge, PdKey)> {
+        Some((self.sge(), key(self.slab().registration())))
+    }
 }
 
-piece! {
-    Buf, this => this.slab().registration(), {}
-    BufMut, this => this.slab().registration(), {
-        #[inline]
-        fn drop_all(buffers: &mut Vec<Self>) {
-            while !buffers.is_empty() {
-                FreeList::return_last(buffers);
-            }
+impl Gather for BufMut {}
+
+impl Sealed for BufMut {
+    #[inline]
+    fn single(&self) -> Option<(Sge, PdKey)> {
+        Some((self.sge(), key(self.slab().registration())))
+    }
+
+    #[inline]
+    fn drop_all(buffers: &mut Vec<Self>) {
+        while !buffers.is_empty() {
+            FreeList::return_last(buffers);
         }
     }
-    ExposedSlice, this => this.registration(), {}
+}
+
+impl Gather for ExposedSlice {}
+
+impl Sealed for ExposedSlice {
+    #[inline]
+    fn single(&self) -> Option<(Sge, PdKey)> {
+        Some((self.sge(), key(self.registration())))
+    }
 }
 
 impl<B: Gather> Gather for Vec<B> {}
@@ -102,49 +105,34 @@ impl<B: Gather> Sealed for Vec<B> {
 
 impl Gather for () {}
 
-impl Sealed for () {
-    fn pieces(&self, _visit: &mut dyn FnMut(Sge, PdKey)) {}
-}
+impl Sealed for () {}
 
 impl Scatter for BufMut {
-    fn filled(&mut self, len: usize) {
+    fn filled(&mut self, len: usize) -> usize {
         self.truncate(len);
+        self.len()
     }
 }
 
 impl Scatter for ExposedSlice {
-    fn filled(&mut self, len: usize) {
+    fn filled(&mut self, len: usize) -> usize {
         self.truncate(len);
+        self.len()
     }
 }
 
-impl<B: Scatter + Length> Scatter for Vec<B> {
-    fn filled(&mut self, mut len: usize) {
+impl<B: Scatter> Scatter for Vec<B> {
+    fn filled(&mut self, len: usize) -> usize {
+        let mut left = len;
         for buffer in self {
-            let take = len.min(buffer.length());
-            buffer.filled(take);
-            len -= take;
+            left -= buffer.filled(left);
         }
+        len - left
     }
 }
 
 impl Scatter for () {
-    fn filled(&mut self, _len: usize) {}
-}
-
-pub trait Length {
-    #[doc(hidden)]
-    fn length(&self) -> usize;
-}
-
-impl Length for BufMut {
-    fn length(&self) -> usize {
-        self.len()
-    }
-}
-
-impl Length for ExposedSlice {
-    fn length(&self) -> usize {
-        self.len()
+    fn filled(&mut self, _len: usize) -> usize {
+        0
     }
 }

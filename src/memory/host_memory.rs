@@ -1,7 +1,6 @@
 #![allow(unsafe_code)]
 
 use std::alloc::{Layout, alloc_zeroed, dealloc, handle_alloc_error};
-use std::fmt;
 use std::io;
 use std::ptr::NonNull;
 
@@ -26,12 +25,14 @@ use crate::error::{LimitError, SetupError, VerbError};
 /// # Ok(())
 /// # }
 /// ```
+#[derive(Debug)]
 pub struct HostMemory {
     base: NonNull<u8>,
     len: usize,
     backing: Backing,
 }
 
+#[derive(Debug)]
 enum Backing {
     Heap(Layout),
     Mapped { _map: MmapMut },
@@ -71,12 +72,8 @@ impl HostMemory {
     fn layout(len: usize) -> Result<Layout, LimitError> {
         let allowed = isize::MAX as u64 - Self::PAGE as u64;
         LimitError::check("bytes of memory", len as u64, allowed)?;
-        let asked = len as u64;
-        Layout::from_size_align(len.max(1), Self::PAGE).map_err(|_| LimitError {
-            field: "bytes of memory",
-            asked,
-            allowed,
-        })
+        Ok(Layout::from_size_align(len.max(1), Self::PAGE)
+            .unwrap_or_else(|_| unreachable!("a whole number of pages fits below isize::MAX")))
     }
 
     fn allocated(len: usize, layout: Layout) -> Result<Self, VerbError> {
@@ -157,12 +154,6 @@ impl Drop for HostMemory {
             // SAFETY: S1: `allocated` used this layout, and registrations were dropped before.
             unsafe { dealloc(self.base.as_ptr(), layout) }
         }
-    }
-}
-
-impl fmt::Debug for HostMemory {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("HostMemory").field("base", &self.base).field("len", &self.len).finish()
     }
 }
 

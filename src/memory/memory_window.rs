@@ -127,10 +127,8 @@ impl MemoryWindow {
         range: Range<usize>,
         access: Access,
     ) -> Result<WindowBind, SetupError> {
-        region.check(&range)?;
-        if !region.registration().pd().same(&self.pd) {
-            return Err(SetupError::Foreign { what: "exposed region" });
-        }
+        region.registration().check_range(&range)?;
+        SetupError::check_same(region.registration().pd().same(&self.pd), "exposed region")?;
         Ok(self.bind(region.registration(), range, access))
     }
 

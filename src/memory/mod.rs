@@ -25,6 +25,5 @@ pub use memory_window::MemoryWindow;
 pub use pool::{Pool, PoolBuilder, PoolError};
 pub(crate) use read_only::ReadOnlyRegion;
 pub use remote_region::RemoteRegion;
-pub(crate) use slab_index::SlabFinder;
 pub use storage::Storage;
 pub(crate) use window_set::{BoundWindow, WindowSet};

@@ -6,8 +6,7 @@ use super::free_list::FreeList;
 use super::registration::Registration;
 use crate::coop::try_within_budget;
 use crate::error::{LimitError, SetupError, VerbError};
-use crate::memory::BufMut;
-use crate::memory::HostMemory;
+use crate::memory::{BufMut, HostMemory};
 use crate::types::Access;
 use crate::verbs::ProtectionDomain;
 
@@ -64,7 +63,6 @@ impl Pool {
     }
 
     /// Returns a builder for a pool.
-    #[must_use]
     pub fn builder(pd: &ProtectionDomain) -> PoolBuilder {
         PoolBuilder {
             pd: pd.clone(),
@@ -104,9 +102,14 @@ impl Pool {
     /// Those of [`alloc`](Self::alloc), and [`PoolError::Empty`] if no buffer is free.
     #[inline]
     pub fn try_alloc(&self, len: usize) -> Result<BufMut, PoolError> {
-        match self.take_free(len)? {
-            Some(buffer) => Ok(buffer),
-            None => self.grow_for(len),
+        loop {
+            if let Some(buffer) = self.take_free(len)? {
+                return Ok(buffer);
+            }
+            if !self.inner.growing {
+                return Err(PoolError::Empty);
+            }
+            self.inner.grow(self.inner.per_slab).map_err(PoolError::Register)?;
         }
     }
 
@@ -190,19 +193,6 @@ impl Pool {
     pub(crate) fn take_free(&self, len: usize) -> Result<Option<BufMut>, PoolError> {
         self.check(len)?;
         Ok(self.inner.free.take(len as u32))
-    }
-
-    #[cold]
-    fn grow_for(&self, len: usize) -> Result<BufMut, PoolError> {
-        if !self.inner.growing {
-            return Err(PoolError::Empty);
-        }
-        loop {
-            self.inner.grow(self.inner.per_slab).map_err(PoolError::Register)?;
-            if let Some(buffer) = self.inner.free.take(len as u32) {
-                return Ok(buffer);
-            }
-        }
     }
 
     #[inline]
@@ -311,6 +301,7 @@ impl fmt::Debug for Pool {
 /// # }
 /// ```
 #[derive(Debug, Clone)]
+#[must_use]
 pub struct PoolBuilder {
     pd: ProtectionDomain,
     buffer_size: usize,
@@ -322,7 +313,6 @@ pub struct PoolBuilder {
 impl PoolBuilder {
     /// Sets the bytes of each buffer; 4096 by default. A buffer takes this size rounded up to a
     /// multiple of 64; sizes up to 8 take 8 bytes.
-    #[must_use]
     pub fn buffer_size(mut self, bytes: usize) -> Self {
         self.buffer_size = bytes;
         self
@@ -330,7 +320,6 @@ impl PoolBuilder {
 
     /// Sets the number of buffers, and of those that growing adds at a time; at least 1, 64 by
     /// default.
-    #[must_use]
     pub fn buffers(mut self, number: usize) -> Self {
         self.buffers = number;
         self
@@ -338,14 +327,12 @@ impl PoolBuilder {
 
     /// Makes the pool register more buffers instead of waiting. There is no upper limit, so bound
     /// the number in use otherwise.
-    #[must_use]
     pub fn growing(mut self, growing: bool) -> Self {
         self.growing = growing;
         self
     }
 
     /// Takes huge pages ([`HostMemory::huge`]), for pools of many megabytes; off by default.
-    #[must_use]
     pub fn huge_pages(mut self, huge: bool) -> Self {
         self.huge_pages = huge;
         self

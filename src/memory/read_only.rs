@@ -1,6 +1,5 @@
 #![allow(unsafe_code)]
 
-use std::fmt;
 use std::ptr::NonNull;
 
 use bytes::Bytes;
@@ -16,6 +15,7 @@ use crate::verbs::ProtectionDomain;
 /// Neither device nor peers may write, so other clones of the [`Bytes`] can be read at the same
 /// time. The software device reads them as plain memory. Dropping the region revokes the access,
 /// then drops the bytes.
+#[derive(Debug)]
 pub(crate) struct ReadOnlyRegion {
     registration: Registration,
 }
@@ -42,18 +42,11 @@ impl ReadOnlyRegion {
     }
 
     pub(crate) fn grant(&self) -> RemoteRegion {
-        let base = self.registration.base().addr().get() as u64;
-        RemoteRegion::new(base, self.len(), self.registration.rkey())
+        self.registration.grant()
     }
 
     pub(crate) fn len(&self) -> u64 {
         self.registration.len() as u64
-    }
-}
-
-impl fmt::Debug for ReadOnlyRegion {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("ReadOnlyRegion").field("len", &self.len()).finish_non_exhaustive()
     }
 }
 

@@ -5,12 +5,13 @@
 use std::any::Any;
 use std::fmt;
 use std::mem;
+use std::ops::Range;
 use std::os::fd::{AsFd, OwnedFd};
 use std::ptr::NonNull;
 
 use crate::dispatch::Mr;
 use crate::error::{LimitError, SetupError};
-use crate::memory::Storage;
+use crate::memory::{RemoteRegion, Storage};
 use crate::types::{Access, Lkey, Rkey};
 use crate::verbs::ProtectionDomain;
 use rdma_provider::contract::{DmaBufRange, Mr as _, Pd as _};
@@ -105,10 +106,6 @@ impl Registration {
         self.lkey
     }
 
-    pub(crate) fn rkey(&self) -> Rkey {
-        self.rkey
-    }
-
     pub(crate) fn handle(&self) -> usize {
         self.held.as_ref().map_or(0, |(raw, _)| raw.handle())
     }
@@ -122,12 +119,27 @@ impl Registration {
         &self.pd
     }
 
-    pub(crate) fn holds<S: Any>(&self) -> bool {
-        self.held.as_ref().is_some_and(|(_, storage)| storage.is::<S>())
+    pub(crate) fn grant(&self) -> RemoteRegion {
+        RemoteRegion::new(self.addr, self.len as u64, self.rkey)
+    }
+
+    pub(crate) fn check_range(&self, range: &Range<usize>) -> Result<(), LimitError> {
+        let (start, end) = (range.start as u64, range.end as u64);
+        LimitError::check("start of the range (its end)", start, end)?;
+        LimitError::check("end of the range (bytes of the region)", end, self.len as u64)
+    }
+
+    /// Deregisters the memory and returns it. Returns `None` if it is not an `S`, or if the device
+    /// refuses and may still use it.
+    pub(crate) fn take<S: Any>(&mut self) -> Option<S> {
+        if !self.held.as_ref()?.1.is::<S>() {
+            return None;
+        }
+        self.deregister()?.downcast().ok().map(|storage| *storage)
     }
 
     /// Returns the memory; `None` if the device refuses and may still use it.
-    pub(crate) fn deregister(&mut self) -> Option<Box<dyn Any + Send>> {
+    fn deregister(&mut self) -> Option<Box<dyn Any + Send>> {
         let (raw, _) = self.held.as_mut()?;
         if let Err(error) = raw.deregister() {
             rdma_provider::error!(
@@ -159,6 +171,7 @@ impl fmt::Debug for Registration {
             .field("base", &self.base)
             .field("len", &self.len)
             .field("lkey", &self.lkey)
+            .field("rkey", &self.rkey)
             .finish_non_exhaustive()
     }
 }

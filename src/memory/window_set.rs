@@ -39,7 +39,7 @@ impl WindowSet {
         if !region.registration().pd().same(pd) {
             return Err(OpErrorKind::Foreign { what: "exposed region" });
         }
-        region.check(&range)?;
+        region.registration().check_range(&range)?;
         // Devices refuse to bind an empty range, which would break the connection.
         if range.is_empty() {
             let (asked, allowed) = (range.start as u64, (range.end as u64).saturating_sub(1));

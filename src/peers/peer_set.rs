@@ -31,12 +31,13 @@ use tokio::time::{Instant, sleep_until, timeout_at};
 pub use link::PeerLink;
 pub use settings::{PeerError, PeerSetConfig, PeerSetCounters};
 
+use super::change_to_active_port;
 use crate::clock;
 use crate::cm::ConnectError;
 use crate::connection::{Connection, ConnectionConfig, EstablishError};
 use crate::contained::wakes_contained;
 use crate::dc::{DcAddress, DcPool, DcPoolPeer};
-use crate::engine::{PortChanges, all_ports_are_down};
+use crate::engine::PortChanges;
 use crate::error::NoRuntime;
 use crate::verbs::Device;
 use table::{State, Table};
@@ -276,11 +277,8 @@ impl<K: Hash + Eq + Clone + Send + Sync + 'static, L: PeerLink> PeerSet<K, L> {
     /// Detaches the link of a peer, if there is one, so that the next [`get`](Self::get) makes
     /// another. An idle link is closed; guards keep a busy one. Returns true if there was a link.
     pub fn disconnect(&self, key: &K) -> bool {
-        let (detached, wake) = {
-            let mut table = self.inner.table.lock();
-            (table.disconnect(key), table.needs_closer())
-        };
-        self.inner.wake(wake);
+        let detached = self.inner.change(|table| table.disconnect(key));
+        self.inner.place.notify_one();
         detached.is_some()
     }
 
@@ -360,14 +358,7 @@ impl<K: Hash + Eq + Clone, L: PeerLink> Inner<K, L> {
             None => None,
         };
         loop {
-            let (new, wake) = {
-                let mut table = self.table.lock();
-                (table.enter_new(key), table.needs_closer())
-            };
-            if wake {
-                self.closer.notify_one();
-            }
-            match (new, until) {
+            match (self.change(|table| table.enter_new(key)), until) {
                 (Some(permits), _) => return Ok(entered(permits)),
                 (None, Some(until)) => {
                     self.within(until, self.place.notified(), PEERS).await?;
@@ -439,11 +430,16 @@ impl<K: Hash + Eq + Clone, L: PeerLink> Inner<K, L> {
         table.start(key, attempt.boxed().shared())
     }
 
-    fn wake(&self, closer: bool) {
-        self.place.notify_one();
-        if closer {
+    /// Changes the table, and wakes the closer if it has work then.
+    fn change<T>(&self, change: impl FnOnce(&mut Table<K, L>) -> T) -> T {
+        let mut table = self.table.lock();
+        let changed = change(&mut table);
+        let wakes_closer = table.needs_closer();
+        drop(table);
+        if wakes_closer {
             self.closer.notify_one();
         }
+        changed
     }
 }
 
@@ -455,13 +451,9 @@ struct Entered<K: Hash + Eq + Clone, L: PeerLink> {
 
 impl<K: Hash + Eq + Clone, L: PeerLink> Drop for Entered<K, L> {
     fn drop(&mut self) {
-        let (ended, wake) = {
-            let mut table = self.inner.table.lock();
-            (table.leave(&self.key), table.needs_closer())
-        };
         // The destructor of the link runs without the lock.
-        drop(ended);
-        self.inner.wake(wake);
+        drop(self.inner.change(|table| table.leave(&self.key)));
+        self.inner.place.notify_one();
     }
 }
 
@@ -469,19 +461,6 @@ struct Probes<L> {
     changes: PortChanges,
     device: Device,
     probe: fn(&L),
-}
-
-impl<L> Probes<L> {
-    /// Waits for a change that leaves a port active.
-    async fn due(&mut self) {
-        loop {
-            self.changes.wait_by_readers().await;
-            // While all ports are down, a probe would end connections that survive a short outage.
-            if !all_ports_are_down(&self.device) {
-                return;
-            }
-        }
-    }
 }
 
 async fn close_idle<K: Hash + Eq + Clone, L: PeerLink>(
@@ -511,7 +490,7 @@ async fn close_idle<K: Hash + Eq + Clone, L: PeerLink>(
         };
         let probed = async {
             let Some(probes) = &mut probes else { return pending().await };
-            probes.due().await;
+            change_to_active_port(&mut probes.changes, &probes.device).await;
             let links = inner.table.lock().links();
             links.iter().for_each(|link| (probes.probe)(link));
         };

@@ -250,13 +250,7 @@ impl Reconnect {
         let first = Published { state: ReconnectState::Connecting { attempt: 1 }, live: None };
         let shared =
             Arc::new(Publisher { published: watch::Sender::new(first), now: Notify::new() });
-        let supervisor = Supervisor {
-            shared: shared.clone(),
-            policy,
-            connector,
-            generation: 0,
-            _ends: Ends(shared.clone()),
-        };
+        let supervisor = Supervisor { shared: shared.clone(), policy, connector, generation: 0 };
         let task = runtime.spawn(supervisor.run()).abort_handle();
         Ok(Self { shared, task })
     }
@@ -325,7 +319,7 @@ impl Reconnect {
     /// From the first poll, no attempt is made. Dropping the future drops this handle of the
     /// connection.
     pub async fn close(&self) -> Result<(), MessageError> {
-        let live = self.shared.end(ReconnectState::Closed);
+        let live = self.shared.publish(ReconnectState::Closed, None);
         self.task.abort();
         match live {
             Some(connection) if connection.close_reason().is_none() => connection.close().await,
@@ -339,7 +333,7 @@ impl Reconnect {
 
 impl Drop for Reconnect {
     fn drop(&mut self) {
-        self.shared.end(ReconnectState::Closed);
+        self.shared.publish(ReconnectState::Closed, None);
         self.task.abort();
     }
 }
@@ -400,7 +394,9 @@ struct Published {
 }
 
 impl Publisher {
-    fn publish(&self, state: ReconnectState, mut live: Option<Connection>) {
+    /// Publishes a state, unless a final one was published. Returns the replaced connection, or
+    /// the refused one, because its destructor must run without Tokio's lock.
+    fn publish(&self, state: ReconnectState, mut live: Option<Connection>) -> Option<Connection> {
         self.published.send_if_modified(|published| {
             let open = !published.state.is_final();
             if open {
@@ -409,31 +405,7 @@ impl Publisher {
             }
             open
         });
-        // `live` is now the replaced connection, or the refused one. Its destructor runs without
-        // Tokio's lock.
-        drop(live);
-    }
-
-    fn end(&self, state: ReconnectState) -> Option<Connection> {
-        let mut live = None;
-        self.published.send_if_modified(|published| {
-            let open = !published.state.is_final();
-            if open {
-                published.state = state;
-                live = published.live.take();
-            }
-            open
-        });
         live
-    }
-}
-
-/// Publishes the end of the task, even if its runtime drops it.
-struct Ends(Arc<Publisher>);
-
-impl Drop for Ends {
-    fn drop(&mut self) {
-        self.0.end(ReconnectState::Failed(ReconnectError::Runtime));
     }
 }
 
@@ -452,7 +424,13 @@ struct Supervisor {
     policy: ReconnectPolicy,
     connector: Connector,
     generation: u64,
-    _ends: Ends,
+}
+
+impl Drop for Supervisor {
+    /// Publishes the end of the task, even if its runtime drops it.
+    fn drop(&mut self) {
+        self.shared.publish(ReconnectState::Failed(ReconnectError::Runtime), None);
+    }
 }
 
 impl Supervisor {
@@ -464,7 +442,7 @@ impl Supervisor {
             Err(panic) => panicked(panic),
         };
         rdma_provider::warn!(%error, generations = self.generation, "stopped connecting");
-        self.shared.end(ReconnectState::Failed(error));
+        self.shared.publish(ReconnectState::Failed(error), None);
     }
 
     async fn connect_until_failure(&mut self) -> ReconnectError {
@@ -577,26 +555,13 @@ fn panicked(panic: Box<dyn Any + Send>) -> ReconnectError {
 }
 
 fn allows_another(reason: CloseReason) -> bool {
-    match reason {
+    !matches!(
+        reason,
         CloseReason::Violation(_)
-        | CloseReason::Rejected
-        | CloseReason::Runtime
-        | CloseReason::Refused(RefusalReason::OtherService(_)) => false,
-        CloseReason::Clean
-        | CloseReason::Local
-        | CloseReason::Aborted
-        | CloseReason::Dropped
-        | CloseReason::Disconnected
-        | CloseReason::Unconfirmed
-        | CloseReason::Refused(_)
-        | CloseReason::Operation(_)
-        | CloseReason::Silent
-        | CloseReason::NoFirstMessage
-        | CloseReason::Stalled
-        | CloseReason::CloseTimeout
-        | CloseReason::Memory
-        | CloseReason::Shutdown => true,
-    }
+            | CloseReason::Rejected
+            | CloseReason::Runtime
+            | CloseReason::Refused(RefusalReason::OtherService(_))
+    )
 }
 
 fn random() -> u64 {

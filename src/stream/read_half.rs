@@ -76,7 +76,6 @@ impl OwnedReadHalf {
     /// # Errors
     ///
     /// Returns the halves if they belong to different streams.
-    #[expect(clippy::result_large_err, reason = "the halves are returned")]
     pub fn reunite(self, write: OwnedWriteHalf) -> Result<RdmaStream, ReuniteError> {
         if Arc::ptr_eq(&self.handle, write.handle()) {
             Ok(RdmaStream { read: self, write })

@@ -15,7 +15,7 @@ use crate::connection::{
     CloseReason, ConnectionCounters, ConnectionState, Handle, MessageError, WaitGuard,
 };
 use crate::coop::within_budget;
-use crate::memory::{Buf, SlabFinder};
+use crate::memory::Buf;
 use crate::waiters::{Caller, Ticket};
 
 /// The writing half of an [`RdmaStream`](super::RdmaStream). Dropping it shuts down the direction.
@@ -29,13 +29,12 @@ use crate::waiters::{Caller, Ticket};
 /// That of the [stream](super::RdmaStream#cancel-safety).
 pub struct OwnedWriteHalf {
     ticket: Option<Ticket>,
-    slabs: SlabFinder,
     handle: Arc<Handle>,
 }
 
 impl OwnedWriteHalf {
     pub(super) fn new(handle: Arc<Handle>) -> Self {
-        Self { ticket: None, slabs: SlabFinder::default(), handle }
+        Self { ticket: None, handle }
     }
 
     /// Writes bytes.
@@ -55,7 +54,7 @@ impl OwnedWriteHalf {
     pub async fn write_bytes(&mut self, bytes: impl Into<Bytes>) -> io::Result<()> {
         let mut bytes = bytes.into();
         while !bytes.is_empty() {
-            let buffer = self.slabs.view(&bytes, self.handle.shared.qp.protection_domain());
+            let buffer = Buf::of_bytes(&bytes, self.handle.shared.qp.protection_domain());
             let written = poll_fn(|context| {
                 self.poll(context, |state, ticket, driver, caller| {
                     state.poll_write_bytes(&bytes, buffer.as_ref(), ticket, driver, caller)

@@ -7,7 +7,6 @@
 #![forbid(unsafe_code)]
 
 use std::collections::{BTreeMap, VecDeque};
-use std::fmt;
 use std::io;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicBool, AtomicI32, Ordering};
@@ -76,12 +75,6 @@ impl Fault {
         // A second listener would be equal: each `Cq` belongs to one `CompletionQueue`.
         let _ = self.listener.set(listener);
         Ok(())
-    }
-
-    fn notify(&self) {
-        if let Some(listener) = self.listener.get() {
-            listener();
-        }
     }
 }
 
@@ -276,7 +269,7 @@ impl Notifications {
 
     fn notify_here(&self) {
         self.listeners.iter().for_each(|listener| listener());
-        self.dead.iter().for_each(|fault| fault.notify());
+        self.dead.iter().filter_map(|fault| fault.listener.get()).for_each(|listener| listener());
     }
 }
 
@@ -299,17 +292,6 @@ fn reserve() -> Result<Sender<Arc<Notifications>>, VerbError> {
     let started = thread::Builder::new().name("rdma-events".to_owned()).spawn(notify);
     started.map_err(|error| VerbError::no_thread(&error))?;
     Ok(reserve.insert(send).clone())
-}
-
-impl fmt::Debug for Events {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let state = self.state.lock();
-        f.debug_struct("Events")
-            .field("backlog", &state.backlog.len())
-            .field("lost", &state.lost)
-            .field("ended", &state.ended)
-            .finish_non_exhaustive()
-    }
 }
 
 #[cfg(all(test, not(loom)))]

@@ -95,9 +95,8 @@ impl Cq {
             vector.into(),
             attr.completion_vectors.saturating_sub(1).into(),
         )?;
-        if channel.is_some_and(|channel| !channel.device().same(device)) {
-            return Err(SetupError::Foreign { what: "completion channel" });
-        }
+        let same_device = channel.is_none_or(|channel| channel.device().same(device));
+        SetupError::check_same(same_device, "completion channel")?;
         let raw =
             device.context().create_cq(capacity, channel.map(Channel::raw), vector, cookie)?;
         let fault = Fault::new(raw.id());

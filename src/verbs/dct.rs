@@ -6,7 +6,7 @@ use rdma_provider::locks::Mutex;
 
 use super::{Cq, ProtectionDomain, Srq};
 use crate::dispatch::{self, TargetCounters};
-use crate::error::{NO_DC, SetupError, VerbError};
+use crate::error::{SetupError, VerbError};
 use crate::types::{DcKey, QpAttr, QpState, Qpn, TransitionError, check_dct_transition};
 use rdma_provider::contract::{Dct as _, DctInit, Pd as _};
 
@@ -53,15 +53,9 @@ impl Dct {
         srq: &Srq,
         key: DcKey,
     ) -> Result<Self, SetupError> {
-        if pd.device().attr().dc.is_none() {
-            return Err(SetupError::Unsupported { what: NO_DC });
-        }
-        if !recv_cq.device().same(pd.device()) {
-            return Err(SetupError::Foreign { what: "completion queue" });
-        }
-        if !srq.protection_domain().same(pd) {
-            return Err(SetupError::Foreign { what: "shared receive queue" });
-        }
+        pd.device().dc()?;
+        SetupError::check_same(recv_cq.device().same(pd.device()), "completion queue")?;
+        SetupError::check_same(srq.protection_domain().same(pd), "shared receive queue")?;
         let raw = pd.raw().create_dct(&DctInit { srq: srq.raw(), recv_cq: recv_cq.raw(), key })?;
         Ok(Self {
             raw,

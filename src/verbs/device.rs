@@ -1,3 +1,4 @@
+use std::collections::BTreeMap;
 use std::fmt;
 use std::net::IpAddr;
 use std::os::fd::{AsRawFd, BorrowedFd, OwnedFd, RawFd};
@@ -14,7 +15,7 @@ use crate::dispatch::Context;
 use crate::error::{OpenError, SetupError, UdpError, VerbError};
 use crate::forked::Opened;
 use crate::types::{
-    AsyncEvent, DeviceAttr, Gid, GidEntry, PortAttr, PortNum, PortState, Psn, RankedGid,
+    AsyncEvent, DcAttr, DeviceAttr, Gid, GidEntry, PortAttr, PortNum, PortState, Psn, RankedGid,
 };
 use rdma_provider::contract::Context as _;
 use rdma_soft as soft;
@@ -53,7 +54,7 @@ struct Inner {
     events: Events,
     /// The attributes of ports, each valid while [`Events::port_changes`] returns the number beside
     /// it.
-    ports: Mutex<Vec<(u64, Arc<PortAttr>)>>,
+    ports: Mutex<BTreeMap<u8, (u64, Arc<PortAttr>)>>,
     watched: AtomicBool,
     _opened: Opened,
 }
@@ -251,8 +252,9 @@ impl Device {
         &self.attr().name
     }
 
-    pub(crate) fn is_in_process(&self) -> bool {
-        self.inner.context.is_in_process()
+    pub(crate) fn dc(&self) -> Result<DcAttr, SetupError> {
+        let what = "the device lacks the dynamically connected transport (DC)";
+        self.attr().dc.ok_or(SetupError::Unsupported { what })
     }
 
     /// Returns the current attributes of a port, `ibv_query_port(3)`.
@@ -270,20 +272,15 @@ impl Device {
         self.read_events();
         // Read before the query, so that a change during the query makes its result invalid.
         let changes = self.inner.events.port_changes();
-        let is_port = |known: &&mut (u64, Arc<PortAttr>)| known.1.port == port;
-        if let (Some(changes), Some((of, attr))) =
-            (changes, self.inner.ports.lock().iter_mut().find(is_port))
-            && changes == *of
+        let known = self.inner.ports.lock().get(&port.0).cloned();
+        if let Some((of, attr)) = known
+            && changes == Some(of)
         {
-            return Ok(attr.clone());
+            return Ok(attr);
         }
         let attr = Arc::new(self.port(port)?);
         if let Some(changes) = changes {
-            let mut ports = self.inner.ports.lock();
-            match ports.iter_mut().find(is_port) {
-                Some(known) => *known = (changes, attr.clone()),
-                None => ports.push((changes, attr.clone())),
-            }
+            self.inner.ports.lock().insert(port.0, (changes, attr.clone()));
         }
         Ok(attr)
     }

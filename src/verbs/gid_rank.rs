@@ -31,7 +31,8 @@ impl IpPrefix {
     /// Creates a prefix of `len` bits, at most the length of the address.
     #[must_use]
     pub fn new(address: IpAddr, len: u8) -> Self {
-        Self { address, len: len.min(bits(address)) }
+        let longest = if address.is_ipv4() { 32 } else { 128 };
+        Self { address, len: len.min(longest) }
     }
 
     /// Returns the address.
@@ -53,10 +54,6 @@ impl IpPrefix {
             IpAddr::V6(v6) => v6.to_bits() & mask(128),
         }
     }
-}
-
-fn bits(address: IpAddr) -> u8 {
-    if address.is_ipv4() { 32 } else { 128 }
 }
 
 impl fmt::Display for IpPrefix {
@@ -203,7 +200,7 @@ impl fmt::Display for RankedGid {
 }
 
 /// The criteria in order of importance; true counts against an entry.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) struct Penalty {
     unusable: bool,
     roce_v1: bool,
@@ -234,7 +231,7 @@ fn evaluate(entry: GidEntry, interfaces: &[NetInterface], peer: Option<&Peer>) -
     if entry.kind == GidKind::InfiniBand {
         let not_in_peers_subnet =
             peer.is_some_and(|peer| evaluate_prefix(entry.gid, peer.gid, &mut reasons));
-        let penalty = Penalty { not_in_peers_subnet, ..Penalty::NONE };
+        let penalty = Penalty { not_in_peers_subnet, ..Penalty::default() };
         return RankedGid { entry, interface: None, reasons, penalty };
     }
     let address = entry.gid.to_ip();
@@ -292,18 +289,6 @@ fn evaluate(entry: GidEntry, interfaces: &[NetInterface], peer: Option<&Peer>) -
         reasons,
         penalty,
     }
-}
-
-impl Penalty {
-    const NONE: Self = Self {
-        unusable: false,
-        roce_v1: false,
-        other_family: false,
-        not_in_peers_subnet: false,
-        not_routed: false,
-        vlan: false,
-        link_local: false,
-    };
 }
 
 /// Returns true if the peer is in another InfiniBand subnet. The upper half of a GID is the prefix.

@@ -11,7 +11,7 @@ use rdma_provider::locks::Mutex;
 use super::{Cq, ProtectionDomain, Srq};
 use crate::dispatch;
 use crate::dispatch::{ReceiveCounters, SendCounters};
-use crate::error::{LimitError, NO_DC, SetupError, VerbError};
+use crate::error::{LimitError, SetupError, VerbError};
 use crate::types::{
     QpAttr, QpCaps, QpState, Qpn, RecvWr, SendWr, TransitionError, Transport, check_transition,
 };
@@ -109,9 +109,7 @@ impl Qp {
         LimitError::check("max_recv_sge", caps.max_recv_sge.into(), attr.max_sge.into())?;
         LimitError::check("max_inline", caps.max_inline.into(), attr.max_inline.into())?;
         if options.transport == Transport::Dci {
-            if attr.dc.is_none() {
-                return Err(SetupError::Unsupported { what: NO_DC });
-            }
+            pd.device().dc()?;
             // A DC initiator receives nothing.
             LimitError::check("max_recv_wr", caps.max_recv_wr.into(), 0)?;
             if srq.is_some() {
@@ -121,13 +119,10 @@ impl Qp {
             }
         }
         for cq in [send_cq, recv_cq] {
-            if !cq.device().same(pd.device()) {
-                return Err(SetupError::Foreign { what: "completion queue" });
-            }
+            SetupError::check_same(cq.device().same(pd.device()), "completion queue")?;
         }
-        if srq.is_some_and(|srq| !srq.protection_domain().same(pd)) {
-            return Err(SetupError::Foreign { what: "shared receive queue" });
-        }
+        let same_pd = srq.is_none_or(|srq| srq.protection_domain().same(pd));
+        SetupError::check_same(same_pd, "shared receive queue")?;
         let init = QpInit {
             transport: options.transport,
             send_cq: send_cq.raw(),

@@ -82,6 +82,12 @@ impl State {
         self.closed
     }
 
+    /// Returns the peers that have an initiator or wait for one.
+    fn peers(&self) -> impl Iterator<Item = Arc<Peer>> {
+        let owners = self.assignments.iter().map(|assignment| &assignment.owner);
+        owners.chain(&self.wait_queue).filter_map(Weak::upgrade)
+    }
+
     fn refusal(&self) -> Option<OpErrorKind> {
         let failed = self.assignments.iter().map(|assignment| match assignment.health {
             Health::Failed(kind) => Some(kind),
@@ -112,22 +118,15 @@ enum Health {
     Failed(OpErrorKind),
 }
 
-struct AdvanceWaker(Weak<Core>);
-
-impl Wake for AdvanceWaker {
-    fn wake(self: Arc<Self>) {
-        if let Some(core) = self.0.upgrade() {
-            core.advance_now();
-        }
-    }
+struct PoolWaker {
+    core: Weak<Core>,
+    action: fn(&Core),
 }
 
-struct RepollWaker(Weak<Core>);
-
-impl Wake for RepollWaker {
+impl Wake for PoolWaker {
     fn wake(self: Arc<Self>) {
-        if let Some(core) = self.0.upgrade() {
-            core.wake_tasks();
+        if let Some(core) = self.core.upgrade() {
+            (self.action)(&core);
         }
     }
 }
@@ -144,6 +143,9 @@ impl Core {
             last_used: AtomicU64::new(0),
             gate: Mutex::new(()),
         };
+        let waker = |core: &Weak<Self>, action| {
+            Waker::from(Arc::new(PoolWaker { core: core.clone(), action }))
+        };
         let core = Arc::new_cyclic(|core| Self {
             members: initiators.into_iter().map(member).collect(),
             policy,
@@ -154,9 +156,9 @@ impl Core {
             waited: AtomicU64::new(0),
             repairs: AtomicU64::new(0),
             failed_repairs: AtomicU64::new(0),
-            advance_waker: Arc::new(AdvanceWaker(core.clone())).into(),
+            advance_waker: waker(core, Self::advance_now),
         });
-        let repoll_waker = Waker::from(Arc::new(RepollWaker(Arc::downgrade(&core))));
+        let repoll_waker = waker(&Arc::downgrade(&core), Self::wake_tasks);
         for member in &core.members {
             member.queue().when_failed(&core.advance_waker, 0);
             member.queue().when_roused(&repoll_waker);
@@ -167,14 +169,8 @@ impl Core {
     #[cold]
     fn wake_tasks(&self) {
         let state = self.state.lock();
-        for peer in state
-            .assignments
-            .iter()
-            .map(|assignment| &assignment.owner)
-            .chain(&state.wait_queue)
-            .filter_map(Weak::upgrade)
-        {
-            peer.state.lock().waiting().for_each(|waiting| waiting.wake_task());
+        for peer in state.peers() {
+            peer.state.lock().waiting.iter().for_each(|waiting| waiting.wake_task());
         }
     }
 
@@ -200,7 +196,7 @@ impl Core {
     pub(super) fn must_yield(&self, own: &PeerState, for_lease: bool) -> bool {
         // Operations under a lease do not yield, because the initiator would stay leased. Further
         // leases must yield, or leases that overlap could keep the initiator for ever.
-        self.queued_peers.load(Ordering::Relaxed) > 0
+        self.queued_peers() > 0
             && (for_lease || own.leases == 0)
             && self.quota().is_some_and(|quota| own.used >= quota)
     }
@@ -213,11 +209,7 @@ impl Core {
         }
     }
 
-    pub(super) fn has_queued_peers(&self) -> bool {
-        self.queued_peers.load(Ordering::Relaxed) > 0
-    }
-
-    pub(super) fn queued_peers_now(&self) -> usize {
+    pub(super) fn queued_peers(&self) -> usize {
         self.queued_peers.load(Ordering::Relaxed)
     }
 
@@ -255,7 +247,7 @@ impl Core {
         if state.closed || own.has_waiting() {
             return false;
         }
-        if let Some(at) = own.assignment() {
+        if let Some(at) = own.assignment {
             let assignment = &state.assignments[at];
             if !self.members[at].is_sound() || assignment.recalled {
                 return false;
@@ -271,15 +263,11 @@ impl Core {
             };
             return !self.must_yield(&own, for_lease) || goes_on();
         }
-        self.assign_other(state, peer, &mut own)
-    }
-
-    fn assign_other(&self, state: &mut State, peer: &Arc<Peer>, own: &mut PeerState) -> bool {
         if !state.wait_queue.is_empty() {
             return false;
         }
         let Some(at) = self.pick(state) else { return false };
-        self.assign(state, at, peer, own);
+        self.assign(state, at, peer, &mut own);
         true
     }
 
@@ -291,18 +279,24 @@ impl Core {
                 assignment.health = Health::Broken;
             }
         }
-        match own.assignment() {
+        match own.assignment {
             Some(at) if self.is_exclusive() => state.assignments[at].recalled = true,
-            assignment => {
-                if assignment.is_some() {
-                    own.clear_assignment(&self.members);
-                }
-                if own.joins_wait_queue() {
-                    state.wait_queue.push_back(Arc::downgrade(peer));
-                }
-            }
+            _ => self.requeue(&mut state.wait_queue, peer, &mut own),
         }
         self.waited.fetch_add(1, Ordering::Relaxed);
+    }
+
+    /// Takes the initiator of a peer, if it has one, and queues the peer if it has waiting work.
+    fn requeue(
+        &self,
+        wait_queue: &mut VecDeque<Weak<Peer>>,
+        peer: &Arc<Peer>,
+        own: &mut PeerState,
+    ) {
+        own.clear_assignment(&self.members);
+        if own.joins_wait_queue() {
+            wait_queue.push_back(Arc::downgrade(peer));
+        }
     }
 
     /// Makes all progress that is possible now, and arms wakers for the rest.
@@ -349,11 +343,7 @@ impl Core {
             let assignment = &mut state.assignments[at];
             (assignment.health, assignment.recalled) = (health, false);
             if let Some(owner) = std::mem::take(&mut assignment.owner).upgrade() {
-                let mut own = owner.state.lock();
-                own.clear_assignment(&self.members);
-                if own.joins_wait_queue() {
-                    state.wait_queue.push_back(Arc::downgrade(&owner));
-                }
+                self.requeue(&mut state.wait_queue, &owner, &mut owner.state.lock());
             }
         }
     }
@@ -408,11 +398,8 @@ impl Core {
         if own.leases > 0 || !is_free() {
             return false;
         }
-        own.clear_assignment(&self.members);
         (assignment.owner, assignment.recalled) = (Weak::new(), false);
-        if own.joins_wait_queue() {
-            state.wait_queue.push_back(Arc::downgrade(&owner));
-        }
+        self.requeue(&mut state.wait_queue, &owner, &mut own);
         true
     }
 
@@ -437,7 +424,7 @@ impl Core {
         let _gate = member.gate.lock();
         let quota = if state.wait_queue.is_empty() { None } else { self.quota() };
         while quota.is_none_or(|quota| own.leases > 0 || own.used < quota)
-            && let Some(next) = own.next_waiting()
+            && let Some(next) = own.waiting.pop_front()
         {
             own.used = own.used.saturating_add(1);
             next.resolve(Ok(peer.grant(member, own)));
@@ -520,19 +507,14 @@ impl Core {
     }
 
     fn fail_all(&self, state: &mut State, kind: OpErrorKind) {
-        let owners = state.assignments.iter().map(|assignment| assignment.owner.clone());
-        for peer in owners
-            .chain(state.wait_queue.drain(..))
-            .collect::<Vec<_>>()
-            .iter()
-            .filter_map(Weak::upgrade)
-        {
+        for peer in state.peers() {
             let mut own = peer.state.lock();
             own.queued = false;
-            while let Some(waiting) = own.next_waiting() {
+            while let Some(waiting) = own.waiting.pop_front() {
                 waiting.resolve(Err(kind));
             }
         }
+        state.wait_queue.clear();
         self.queued_peers.store(0, Ordering::Relaxed);
     }
 
@@ -542,7 +524,7 @@ impl Core {
         self.fail_all(&mut state, OpErrorKind::Closed);
         drop(state);
         for member in &self.members {
-            member.initiator.end();
+            member.initiator.queue_pair().shut_down();
         }
     }
 }

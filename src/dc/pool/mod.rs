@@ -98,7 +98,6 @@ pub struct DcPool {
 
 impl DcPool {
     /// Returns a builder for a pool. `queue` receives the completions of all initiators.
-    #[must_use]
     pub fn builder(pd: &ProtectionDomain, queue: &CompletionQueue) -> DcPoolBuilder {
         DcPoolBuilder {
             initiator: DcInitiator::builder(pd, queue),
@@ -137,7 +136,7 @@ impl DcPool {
             waited: count(&core.waited),
             repairs: count(&core.repairs),
             failed_repairs: count(&core.failed_repairs),
-            waiting_peers: core.queued_peers_now(),
+            waiting_peers: core.queued_peers(),
             initiators: core
                 .members
                 .iter()
@@ -185,6 +184,7 @@ pub struct DcPoolCounters {
 
 /// A builder for a [`DcPool`].
 #[derive(Debug, Clone)]
+#[must_use]
 pub struct DcPoolBuilder {
     initiator: DcInitiatorBuilder,
     initiators: usize,
@@ -194,21 +194,18 @@ pub struct DcPoolBuilder {
 impl DcPoolBuilder {
     /// Sets the number of initiators; 4 by default. The completion queue must have free entries for
     /// all their send queues.
-    #[must_use]
     pub fn initiators(mut self, count: usize) -> Self {
         self.initiators = count;
         self
     }
 
     /// Sets the policy; [`DcPolicy::default`] by default.
-    #[must_use]
     pub fn policy(mut self, policy: DcPolicy) -> Self {
         self.policy = policy;
         self
     }
 
     /// Configures all initiators.
-    #[must_use]
     pub fn initiator(
         mut self,
         describe: impl FnOnce(DcInitiatorBuilder) -> DcInitiatorBuilder,

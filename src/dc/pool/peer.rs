@@ -1,6 +1,6 @@
 use std::collections::VecDeque;
 use std::fmt;
-use std::num::NonZero;
+use std::future::{Ready, ready};
 use std::pin::Pin;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -29,7 +29,7 @@ pub(super) struct Peer {
 #[derive(Default)]
 pub(super) struct PeerState {
     /// The index of the initiator plus 1. It takes few bytes, because there may be very many peers.
-    assignment: Option<NonZero<u32>>,
+    pub(super) assignment: Option<usize>,
     pub(super) used: u32,
     pub(super) leases: u32,
     /// Counts changes of the assignment. A lease is valid within its epoch.
@@ -39,18 +39,13 @@ pub(super) struct PeerState {
     generation: u32,
     failed: bool,
     pub(super) queued: bool,
-    #[expect(clippy::box_collection, reason = "most of very many peers have none")]
-    waiting: Option<Box<VecDeque<Arc<dyn Waiting>>>>,
+    pub(super) waiting: VecDeque<Arc<dyn Waiting>>,
 }
 
 impl PeerState {
-    pub(super) fn assignment(&self) -> Option<usize> {
-        self.assignment.map(|number| number.get() as usize - 1)
-    }
-
     pub(super) fn set_assignment(&mut self, at: usize, members: &[Member]) {
         self.clear_assignment(members);
-        (self.assignment, self.used) = (NonZero::new(at as u32 + 1), 0);
+        (self.assignment, self.used) = (Some(at), 0);
         self.generation = members[at].generation();
     }
 
@@ -63,25 +58,17 @@ impl PeerState {
     fn has_failed(&self, members: &[Member]) -> bool {
         let initiator_failed =
             |queue: &WorkQueue| queue.failures() != self.generation || !queue.is_open();
-        self.failed || self.assignment().is_some_and(|at| initiator_failed(members[at].queue()))
-    }
-
-    pub(super) fn waiting(&self) -> impl ExactSizeIterator<Item = &Arc<dyn Waiting>> {
-        self.waiting.as_deref().map(VecDeque::iter).unwrap_or_default()
+        self.failed || self.assignment.is_some_and(|at| initiator_failed(members[at].queue()))
     }
 
     #[inline]
     pub(super) fn has_waiting(&self) -> bool {
-        self.waiting.as_ref().is_some_and(|waiting| !waiting.is_empty())
-    }
-
-    pub(super) fn next_waiting(&mut self) -> Option<Arc<dyn Waiting>> {
-        self.waiting.as_mut()?.pop_front()
+        !self.waiting.is_empty()
     }
 
     fn withdraw(&mut self, entry: *const ()) -> Option<Arc<dyn Waiting>> {
-        let at = self.waiting().position(|waiting| Arc::as_ptr(waiting).cast::<()>() == entry)?;
-        self.waiting.as_mut()?.remove(at)
+        let is_entry = |waiting: &Arc<dyn Waiting>| Arc::as_ptr(waiting).cast::<()>() == entry;
+        self.waiting.remove(self.waiting.iter().position(is_entry)?)
     }
 
     /// Returns true if the caller must put the peer into the wait queue.
@@ -152,7 +139,7 @@ impl Peer {
         if shared {
             self.rebalance(&mut own);
         }
-        let member = &self.core.members[own.assignment()?];
+        let member = &self.core.members[own.assignment?];
         if !member.is_sound() {
             // The gate may be locked for as long as the repair takes.
             return None;
@@ -175,7 +162,7 @@ impl Peer {
 
     fn rebalance(&self, own: &mut PeerState) {
         let members = &self.core.members;
-        let Some(at) = own.assignment().filter(|_| own.leases == 0) else { return };
+        let Some(at) = own.assignment.filter(|_| own.leases == 0) else { return };
         let queue = members[at].queue();
         if !members[at].is_sound() || queue.is_idle() || !queue.has_passed(own.mark) {
             return;
@@ -198,7 +185,7 @@ impl Peer {
             drop(state);
             entry.resolve(Err(OpErrorKind::Closed));
         } else {
-            self.state.lock().waiting.get_or_insert_default().push_back(entry.clone());
+            self.state.lock().waiting.push_back(entry.clone());
             self.core.enqueue(&mut state, self);
             self.core.advance(state);
         }
@@ -260,7 +247,7 @@ impl DcPoolPeer {
     /// Returns the number of operations that wait for an initiator.
     #[must_use]
     pub fn waiting(&self) -> usize {
-        self.peer.state.lock().waiting().len()
+        self.peer.state.lock().waiting.len()
     }
 
     /// Leases an initiator for a burst of operations to this peer, until the lease is dropped.
@@ -283,13 +270,13 @@ impl DcPoolPeer {
             let lease = grant.map(|Grant { member, own, .. }| {
                 own.leases += 1;
                 DcLease {
-                    at: own.assignment().unwrap_or(0),
+                    at: own.assignment.unwrap_or(0),
                     epoch: own.epoch,
                     generation: member.generation(),
                     peer,
                 }
             });
-            PendingDcLease::new(lease)
+            PendingDcLease { lease: ready(lease.map_err(|kind| OpError::new(kind, ()))) }
         })
     }
 }
@@ -337,11 +324,11 @@ impl Poster for &DcPoolPeer {
 impl fmt::Debug for DcPoolPeer {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let own = self.peer.state.lock();
-        let initiator = own.assignment().map(|at| self.peer.core.members[at].initiator.qpn());
+        let initiator = own.assignment.map(|at| self.peer.core.members[at].initiator.qpn());
         f.debug_struct("DcPoolPeer")
             .field("target", &self.peer.to.number())
             .field("initiator", &initiator)
-            .field("waiting", &own.waiting().len())
+            .field("waiting", &own.waiting.len())
             .field("leases", &own.leases)
             .finish_non_exhaustive()
     }
@@ -410,7 +397,7 @@ impl Drop for DcLease {
         }
         let last = own.leases == 0;
         drop(own);
-        if last && self.peer.core.has_queued_peers() {
+        if last && self.peer.core.queued_peers() > 0 {
             self.peer.core.advance_now();
         }
     }
@@ -433,22 +420,13 @@ impl fmt::Debug for DcLease {
 /// See [`DcPoolPeer::borrow`].
 #[derive(Debug)]
 pub struct PendingDcLease {
-    lease: Option<Result<DcLease, OpErrorKind>>,
-}
-
-impl PendingDcLease {
-    fn new(lease: Result<DcLease, OpErrorKind>) -> Self {
-        Self { lease: Some(lease) }
-    }
+    lease: Ready<Result<DcLease, OpError<()>>>,
 }
 
 impl Future for PendingDcLease {
     type Output = Result<DcLease, OpError<()>>;
 
-    fn poll(mut self: Pin<&mut Self>, _context: &mut Context<'_>) -> Poll<Self::Output> {
-        match self.lease.take() {
-            Some(lease) => Poll::Ready(lease.map_err(|kind| OpError::new(kind, ()))),
-            None => panic!("PendingDcLease polled after completion"),
-        }
+    fn poll(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Self::Output> {
+        Pin::new(&mut self.lease).poll(context)
     }
 }

@@ -101,7 +101,10 @@ impl<F: Revocable + Send> Revocable for PooledOperation<F> {
 
     fn withdraw(&mut self, kind: OpErrorKind) -> bool {
         let Progress::Queued(queued) = &self.progress else { return false };
-        let withdrawn = queued.end(kind);
+        let withdrawn = queued.entry.resolve(Err(kind));
+        if withdrawn {
+            queued.leave();
+        }
         let posted = queued.entry.stage.lock().take_posted();
         if let Some(future) = posted {
             self.progress = Progress::Posted(future);
@@ -135,13 +138,9 @@ struct Queued<F> {
     peer: Arc<Peer>,
 }
 
-impl<F: Send> Queued<F> {
-    fn end(&self, kind: OpErrorKind) -> bool {
-        if !self.entry.resolve(Err(kind)) {
-            return false;
-        }
+impl<F> Queued<F> {
+    fn leave(&self) {
         self.peer.withdraw(Arc::as_ptr(&self.entry).cast());
-        true
     }
 }
 
@@ -150,7 +149,7 @@ impl<F> Drop for Queued<F> {
         // Dropped without the lock, because it may contain values of the user.
         let stage = std::mem::replace(&mut *self.entry.stage.lock(), Stage::Taken);
         if matches!(stage, Stage::Queued { .. }) {
-            self.peer.withdraw(Arc::as_ptr(&self.entry).cast());
+            self.leave();
         }
     }
 }

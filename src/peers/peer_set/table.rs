@@ -3,7 +3,6 @@
 use std::collections::{BTreeMap, HashMap};
 use std::hash::Hash;
 use std::sync::Arc;
-use std::time::Duration;
 
 use futures::future::{BoxFuture, WeakShared};
 use tokio::sync::Semaphore;
@@ -19,9 +18,7 @@ pub(super) struct Table<K, L> {
     ended: Vec<Arc<L>>,
     closer_wakes: Option<Instant>,
     counters: PeerSetCounters,
-    max_peers: usize,
-    max_in_flight_per_peer: usize,
-    idle_timeout: Option<Duration>,
+    settings: PeerSetConfig,
 }
 
 struct Slot<L> {
@@ -57,9 +54,7 @@ impl<K: Hash + Eq + Clone, L: PeerLink> Table<K, L> {
             ended: Vec::new(),
             closer_wakes: None,
             counters: PeerSetCounters::default(),
-            max_peers: settings.max_peers,
-            max_in_flight_per_peer: settings.max_in_flight_per_peer,
-            idle_timeout: settings.idle_timeout,
+            settings: settings.clone(),
         }
     }
 
@@ -78,10 +73,10 @@ impl<K: Hash + Eq + Clone, L: PeerLink> Table<K, L> {
         if let Some(permits) = self.enter(key) {
             return Some(permits);
         }
-        if self.slots.len() >= self.max_peers && !self.evict() {
+        if self.slots.len() >= self.settings.max_peers && !self.evict() {
             return None;
         }
-        let permits = Arc::new(Semaphore::new(self.max_in_flight_per_peer));
+        let permits = Arc::new(Semaphore::new(self.settings.max_in_flight_per_peer));
         let slot = Slot { users: 1, permits: permits.clone(), state: State::Unlinked, idle: None };
         self.slots.insert(key.clone(), slot);
         Some(permits)
@@ -176,7 +171,9 @@ impl<K: Hash + Eq + Clone, L: PeerLink> Table<K, L> {
     /// Removes expired peers. Returns the links to close, and when the next peer expires.
     pub(super) fn expire(&mut self, now: Instant) -> (Vec<Arc<L>>, Option<Instant>) {
         let mut next = None;
-        while let (Some(timeout), Some(oldest)) = (self.idle_timeout, self.idle.first_entry()) {
+        while let (Some(timeout), Some(oldest)) =
+            (self.settings.idle_timeout, self.idle.first_entry())
+        {
             let since = self.slots.get(oldest.get()).and_then(|slot| slot.idle);
             let end = since.and_then(|(_, since)| since.checked_add(timeout));
             if end.is_none_or(|end| end > now) {
@@ -194,7 +191,7 @@ impl<K: Hash + Eq + Clone, L: PeerLink> Table<K, L> {
     /// Returns true if the closer must be notified. It need not be for a peer that becomes idle
     /// while its timer runs, because that peer expires later.
     pub(super) fn needs_closer(&self) -> bool {
-        let expires = self.idle_timeout.is_some() && !self.idle.is_empty();
+        let expires = self.settings.idle_timeout.is_some() && !self.idle.is_empty();
         !self.ended.is_empty() || expires && self.closer_wakes.is_none()
     }
 

@@ -1,7 +1,7 @@
-use std::future::{Future, pending};
+use std::future::pending;
 use std::pin::pin;
 
-use futures::future::{BoxFuture, Either, select};
+use futures::future::{BoxFuture, select};
 
 use super::error::ReconnectCause;
 use super::policy::ReconnectPolicy;
@@ -9,6 +9,7 @@ use crate::cm::ConnectError;
 use crate::connection::{CloseReason, Connection, EstablishError};
 use crate::engine::{PortChanges, all_ports_are_down};
 use crate::error::{OpenError, SetupError, VerbError};
+use crate::peers::change_to_active_port;
 use crate::verbs::Device;
 
 pub(super) type Attempt = BoxFuture<'static, Result<Connection, EstablishError>>;
@@ -72,7 +73,8 @@ impl Connector {
             None => device.read_events(),
         }
         if device.port_events().removed {
-            return Err(self.removed());
+            self.changes = None;
+            return Err(dialer.removed());
         }
         if all_ports_are_down(device) {
             let device = device.name().to_owned();
@@ -86,7 +88,8 @@ impl Connector {
             if let Some(device) = &dialer.device {
                 device.read_events();
                 if device.port_events().removed {
-                    return self.removed();
+                    self.changes = None;
+                    return dialer.removed();
                 }
             }
             if dialer.reopens && is_gone(&error) {
@@ -98,17 +101,6 @@ impl Connector {
         let again = (policy.retry_when)(&error);
         let cause = ReconnectCause::Attempt(error);
         if again { Failure::Again(cause) } else { Failure::Permanent(cause) }
-    }
-
-    fn removed(&mut self) -> Failure {
-        let Dialer::Device(dialer) = &mut self.dialer else {
-            unreachable!("called for `Dialer::Device` only")
-        };
-        self.changes = None;
-        let device =
-            dialer.device.take().map(|device| device.name().to_owned()).unwrap_or_default();
-        let cause = ReconnectCause::DeviceRemoved { device };
-        if dialer.reopens { Failure::Again(cause) } else { Failure::Permanent(cause) }
     }
 
     pub(super) async fn device_changed(&mut self) {
@@ -127,7 +119,14 @@ impl Connector {
 
     /// Waits for the end of a connection. Probes it after each change that leaves a port active.
     pub(super) async fn ended(&mut self, connection: &Connection) -> CloseReason {
-        let reason = probing(self.changes.as_mut(), connection, connection.closed()).await;
+        let probing = async {
+            let Some(changes) = &mut self.changes else { return pending().await };
+            loop {
+                change_to_active_port(changes, connection.protection_domain().device()).await;
+                connection.probe();
+            }
+        };
+        let (reason, _) = select(pin!(connection.closed()), pin!(probing)).await.factor_first();
         if let Dialer::Service(_) = self.dialer {
             // Released, because the program may wait until nothing uses the device.
             self.changes = None;
@@ -136,20 +135,11 @@ impl Connector {
     }
 }
 
-async fn probing<T>(
-    changes: Option<&mut PortChanges>,
-    connection: &Connection,
-    ended: impl Future<Output = T>,
-) -> T {
-    let Some(changes) = changes else { return ended.await };
-    let mut ended = pin!(ended);
-    loop {
-        match select(ended.as_mut(), pin!(changes.wait_by_readers())).await {
-            Either::Left((ended, _)) => return ended,
-            // A probe would end a connection that survives a short outage.
-            Either::Right(_) if all_ports_are_down(connection.protection_domain().device()) => {}
-            Either::Right(_) => connection.probe(),
-        }
+impl DeviceDialer {
+    fn removed(&mut self) -> Failure {
+        let device = self.device.take().map(|device| device.name().to_owned()).unwrap_or_default();
+        let cause = ReconnectCause::DeviceRemoved { device };
+        if self.reopens { Failure::Again(cause) } else { Failure::Permanent(cause) }
     }
 }
 

@@ -142,10 +142,7 @@ impl EstablishError {
             Self::Setup(error) => is_temporary_setup(error),
             Self::Connect(error) => is_temporary_connect(error),
             Self::Refused { reason, .. } => reason.is_temporary(),
-            Self::Handshake(_)
-            | Self::OtherProtocol { .. }
-            | Self::Rejected { .. }
-            | Self::NoRuntime(_) => false,
+            _ => false,
         }
     }
 }
@@ -182,10 +179,7 @@ fn is_temporary_connect(error: &ConnectError) -> bool {
         }
         ConnectError::Setup { error, .. } => is_temporary_setup(error),
         ConnectError::Verb { error, .. } => is_temporary_verb(error),
-        ConnectError::AddressInUse { .. }
-        | ConnectError::DeviceRemoved { .. }
-        | ConnectError::NoRuntime(_)
-        | ConnectError::Limit(_) => false,
+        _ => false,
     }
 }
 
@@ -197,13 +191,7 @@ fn is_temporary_setup(error: &SetupError) -> bool {
         // A shared completion queue has failed during the attempt. The next attempt uses another
         // one.
         SetupError::Closed => true,
-        SetupError::Limit(_)
-        | SetupError::TooSmall { .. }
-        | SetupError::Transition(_)
-        | SetupError::Foreign { .. }
-        | SetupError::Mismatch { .. }
-        | SetupError::OtherCompletionQueue { .. }
-        | SetupError::Unsupported { .. } => false,
+        _ => false,
     }
 }
 
