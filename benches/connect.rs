@@ -18,7 +18,7 @@ use std::net::SocketAddr;
 use std::process::ExitCode;
 use std::time::Instant;
 
-use tokio_rdma::cm::{self, ConnectionOptions};
+use tokio_rdma::cm::{self, ConnectConfig};
 use tokio_rdma::{
     CompletionMode, CompletionQueue, Connection, Device, Listener, ProtectionDomain, QueuePair,
 };
@@ -70,7 +70,7 @@ async fn queue_pairs(
     let rate = measure(arguments, async || {
         let route = cm::resolve(device, address).await?;
         let qp = route.prepare(QueuePair::builder(&pd, &queue)).build()?;
-        let connection = route.connect(&qp, &ConnectionOptions::default()).await?;
+        let connection = route.connect(&qp, &ConnectConfig::default()).await?;
         connection.disconnect().await?;
         Ok(())
     });
@@ -85,7 +85,7 @@ async fn accept(
 ) -> Result<()> {
     let request = listener.accept().await?;
     let qp = request.prepare(QueuePair::builder(pd, queue)).build()?;
-    let connection = request.accept(&qp, &ConnectionOptions::default()).await?;
+    let connection = request.accept(&qp, &ConnectConfig::default()).await?;
     connection.disconnected().await;
     Ok(())
 }

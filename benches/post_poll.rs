@@ -22,7 +22,7 @@ use tokio_rdma::types::{
     AckTimeout, AddressVector, Data, Psn, QpAttr, QpCaps, QpState, Qpn, RemoteAddr, RnrTimer,
     SendFlags, SendOp, SendWr, Sge, Transport, WorkCompletion, WrId,
 };
-use tokio_rdma::verbs::{Cq, Qp, QpOptions};
+use tokio_rdma::verbs::{Cq, Qp, QpConfig};
 use tokio_rdma::{
     Access, Batch, BufMut, CompletionMode, CompletionQueue, Device, ExposedRegion, Pool,
     ProtectionDomain, QueuePair, RemoteRegion,
@@ -471,7 +471,7 @@ fn queue_pair(pd: &ProtectionDomain, cq: &Cq) -> Result<Qp> {
         max_recv_sge: 1,
         max_inline: 0,
     };
-    Ok(Qp::new(pd, cq, cq, None, &QpOptions { transport: Transport::Rc, caps })?)
+    Ok(Qp::new(pd, cq, cq, None, &QpConfig { transport: Transport::Rc, caps })?)
 }
 
 fn connect(device: &Device, qp: &Qp, peer: Qpn) -> Result<()> {

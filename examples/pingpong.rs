@@ -17,7 +17,7 @@ use std::time::{Duration, Instant};
 
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::{TcpListener, TcpStream};
-use tokio_rdma::op::{ConnectOptions, Recv};
+use tokio_rdma::op::{Recv, RetryConfig};
 use tokio_rdma::software::{Network, UdpConfig};
 use tokio_rdma::types::{AckTimeout, AddressVector, Gid, Mtu, PortNum, Psn, Qkey, Qpn, Transport};
 use tokio_rdma::verbs::AddressHandle;
@@ -170,8 +170,7 @@ impl LocalEnd {
             return Ok(Some((route, peer.qpn)));
         }
         // 0.5 s: the peer may be a process that waits for a processor.
-        let options =
-            ConnectOptions { timeout: AckTimeout::from_code(17), ..ConnectOptions::default() };
+        let options = RetryConfig { timeout: AckTimeout::from_code(17), ..RetryConfig::default() };
         qp.connect_with(&peer, &options)?;
         Ok(None)
     }

@@ -36,7 +36,7 @@ use std::time::{Duration, Instant};
 use hdrhistogram::Histogram;
 use tokio::sync::mpsc;
 use tokio_rdma::cm::{self, CmConnection};
-use tokio_rdma::op::{ConnectOptions, Recv};
+use tokio_rdma::op::{Recv, RetryConfig};
 use tokio_rdma::types::{AckTimeout, Rkey, WcStatus};
 use tokio_rdma::{
     Access, Buf, BufMut, CompletionMode, CompletionQueue, Device, ExposedRegion, Imm, Pool,
@@ -354,10 +354,9 @@ struct Peer {
 }
 
 /// Sets an ACK timeout of 0.5 s with seven retries: polling threads may occupy all processors.
-fn long_ack_timeout() -> cm::ConnectionOptions {
-    let transport =
-        ConnectOptions { timeout: AckTimeout::from_code(17), ..ConnectOptions::default() };
-    cm::ConnectionOptions::default().transport(transport)
+fn long_ack_timeout() -> cm::ConnectConfig {
+    let transport = RetryConfig { timeout: AckTimeout::from_code(17), ..RetryConfig::default() };
+    cm::ConnectConfig::default().retries(transport)
 }
 
 /// The channel by which the ends exchange queue pair addresses.

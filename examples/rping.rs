@@ -27,8 +27,8 @@ use std::net::{IpAddr, SocketAddr};
 use std::process::ExitCode;
 use std::time::{Duration, Instant};
 
-use tokio_rdma::cm::{self, CmConnection, ConnectionOptions, Listener};
-use tokio_rdma::op::{ConnectOptions, QueuePairBuilder, Recv};
+use tokio_rdma::cm::{self, CmConnection, ConnectConfig, Listener};
+use tokio_rdma::op::{QueuePairBuilder, Recv, RetryConfig};
 use tokio_rdma::software::{Network, UdpConfig};
 use tokio_rdma::types::{AckTimeout, Rkey};
 use tokio_rdma::{
@@ -230,10 +230,9 @@ fn pattern(round: u32, size: usize) -> Vec<u8> {
 
 /// Sets an ACK timeout of 0.5 s, which is retried six times: the peer may wait for a processor. The
 /// keepalive detects a killed peer while this end waits to receive.
-fn long_ack_timeout() -> ConnectionOptions {
-    let transport =
-        ConnectOptions { timeout: AckTimeout::from_code(17), ..ConnectOptions::default() };
-    ConnectionOptions::default().transport(transport).keepalive(Some(Duration::from_secs(1)))
+fn long_ack_timeout() -> ConnectConfig {
+    let transport = RetryConfig { timeout: AckTimeout::from_code(17), ..RetryConfig::default() };
+    ConnectConfig::default().retries(transport).keepalive(Some(Duration::from_secs(1)))
 }
 
 /// Adds the round, how the connection ended, and the counters: the end of a connection flushes all

@@ -20,7 +20,7 @@ use std::time::{Duration, Instant};
 use futures::StreamExt;
 use tokio::sync::Semaphore;
 use tokio::task::{JoinHandle, JoinSet};
-use tokio_rdma::op::ConnectOptions;
+use tokio_rdma::op::RetryConfig;
 use tokio_rdma::peers::{Reconnect, ReconnectCause, ReconnectPolicy, ReconnectState};
 use tokio_rdma::types::{Gid, LinkLayer, Mtu, PortState, Psn, Qpn, Transport, WcStatus};
 use tokio_rdma::{
@@ -76,7 +76,7 @@ impl End {
     }
 
     fn connect(&self, to: &QueuePairEndpoint) {
-        self.qp.connect_with(to, &ConnectOptions::default()).unwrap();
+        self.qp.connect_with(to, &RetryConfig::default()).unwrap();
     }
 
     fn buffer(&self) -> BufMut {

@@ -6,12 +6,12 @@ use std::time::Duration;
 use rdma_provider::cm_contract::CmId as _;
 use tokio::task::coop::consume_budget;
 
+use super::config::ConnectConfig;
 use super::disconnection::Disconnection;
 use super::endpoint::{Endpoint, with_deadline};
 use super::error::{ConnectError, ConnectStep};
 use super::inbox::EndReason;
 use super::keepalive::Keepalive;
-use super::options::ConnectionOptions;
 use crate::error::NoRuntime;
 use crate::op::QueuePair;
 use crate::types::RejectReason;
@@ -23,7 +23,7 @@ use crate::types::RejectReason;
 ///
 /// Dropping a `CmConnection` sends a disconnect request, which may be lost. A peer that does not
 /// receive it detects the end when it sends, or by its
-/// [keepalive](super::ConnectionOptions::keepalive).
+/// [keepalive](super::ConnectConfig::keepalive).
 pub struct CmConnection {
     keepalive: Option<Keepalive>,
     endpoint: Endpoint,
@@ -48,19 +48,19 @@ impl CmConnection {
         mut endpoint: Endpoint,
         private_data: Vec<u8>,
         (local, peer): (SocketAddr, SocketAddr),
-        options: &ConnectionOptions,
+        config: &ConnectConfig,
         queue_pair: &QueuePair,
     ) -> Result<Self, NoRuntime> {
         endpoint.answered();
         rdma_provider::debug!(%local, %peer, "connection established");
         let start = |interval| Keepalive::start(interval, queue_pair, endpoint.inbox(), peer);
         Ok(Self {
-            keepalive: options.keepalive.map(start).transpose()?,
+            keepalive: config.keepalive.map(start).transpose()?,
             endpoint,
             private_data,
             local,
             peer,
-            deadline: options.timeout,
+            deadline: config.timeout,
             ours: AtomicBool::new(false),
         })
     }
@@ -109,7 +109,7 @@ impl CmConnection {
     /// # Errors
     ///
     /// [`ConnectError::NoRuntime`], without effect. [`ConnectError::TimedOut`] if the peer does not
-    /// answer within [`ConnectionOptions::timeout`](super::ConnectionOptions::timeout);
+    /// answer within [`ConnectConfig::timeout`](super::ConnectConfig::timeout);
     /// retransmission continues for a while.
     ///
     /// # Cancel safety
@@ -140,7 +140,7 @@ impl CmConnection {
     /// Waits until the connection has ended, and returns how.
     ///
     /// A peer that vanishes silently is detected only by a failed operation or by
-    /// [`ConnectionOptions::keepalive`](super::ConnectionOptions::keepalive).
+    /// [`ConnectConfig::keepalive`](super::ConnectConfig::keepalive).
     ///
     /// # Cancel safety
     ///
@@ -231,7 +231,7 @@ mod tests {
     use futures::FutureExt as _;
 
     use super::*;
-    use crate::cm::{self, ConnectionOptions, Listener};
+    use crate::cm::{self, ConnectConfig, Listener};
     use crate::contained::tests::{Counts, HANG, Panics};
     use crate::engine::{CompletionMode, CompletionQueue};
     use crate::op::QueuePair;
@@ -245,16 +245,16 @@ mod tests {
         let pd = device.protection_domain().unwrap();
         let queue = CompletionQueue::new(&device, CompletionMode::Event).unwrap();
         let listener = Listener::bind(&device, "127.0.0.1:0").await.unwrap();
-        let options = ConnectionOptions::default();
+        let config = ConnectConfig::default();
         let passive = async {
             let request = listener.accept().await.unwrap();
             let qp = request.prepare(QueuePair::builder(&pd, &queue)).build().unwrap();
-            (request.accept(&qp, &options).await.unwrap(), qp)
+            (request.accept(&qp, &config).await.unwrap(), qp)
         };
         let active = async {
             let route = cm::resolve(&device, listener.local_addr()).await.unwrap();
             let qp = route.prepare(QueuePair::builder(&pd, &queue)).build().unwrap();
-            (route.connect(&qp, &options).await.unwrap(), qp)
+            (route.connect(&qp, &config).await.unwrap(), qp)
         };
         let (passive, active) = futures::future::join(passive, active).await;
         ([active, passive], listener)
@@ -347,8 +347,8 @@ mod tests {
         );
         let route = cm::resolve(&device, listener.local_addr()).await.unwrap();
         let qp = route.prepare(QueuePair::builder(&pd, &queue)).build().unwrap();
-        let options = ConnectionOptions::default();
-        let mut connecting = Box::pin(route.connect(&qp, &options));
+        let config = ConnectConfig::default();
+        let mut connecting = Box::pin(route.connect(&qp, &config));
         while counts.0.load(Ordering::Relaxed) == 0 {
             assert!((&mut connecting).now_or_never().is_none(), "no acceptor was woken");
             tokio::task::yield_now().await;

@@ -12,11 +12,11 @@ use crate::types::{Gid, PortNum};
 use crate::verbs::Device;
 use rdma_provider::cm_contract::{CmId as _, MAX_REQUEST_DATA};
 
+use super::config::ConnectConfig;
 use super::connection::CmConnection;
 use super::endpoint::{Endpoint, FailUnlessConnected, with_deadline};
 use super::error::{ConnectError, ConnectStep};
 use super::keepalive::Keepalive;
-use super::options::ConnectionOptions;
 use super::path::{Path, Reads, make_ready};
 use super::router::Router;
 
@@ -34,16 +34,16 @@ use super::router::Router;
 pub async fn connect(
     device: &Device,
     address: impl ToSocketAddrs + fmt::Debug,
-    options: &ConnectionOptions,
+    config: &ConnectConfig,
     mut make: impl FnMut(&Route) -> Result<QueuePair, SetupError>,
 ) -> Result<(QueuePair, CmConnection), ConnectError> {
     let mut last = None;
-    for address in lookup(address, options).await? {
+    for address in lookup(address, config).await? {
         let attempt = async {
-            let route = resolve_one(device, address, options).await?;
+            let route = resolve_one(device, address, config).await?;
             let queue_pair = make(&route)
                 .map_err(|error| ConnectError::from(error).during(ConnectStep::Prepare, address))?;
-            let link = route.connect(&queue_pair, options).await?;
+            let link = route.connect(&queue_pair, config).await?;
             Ok((queue_pair, link))
         };
         match attempt.await {
@@ -56,7 +56,7 @@ pub async fn connect(
     Err(last.unwrap_or_else(no_address))
 }
 
-/// Resolves a route like [`resolve_with`], with default [`ConnectionOptions`].
+/// Resolves a route like [`resolve_with`], with default [`ConnectConfig`].
 ///
 /// # Errors
 ///
@@ -69,7 +69,7 @@ pub async fn resolve(
     device: &Device,
     address: impl ToSocketAddrs + fmt::Debug,
 ) -> Result<Route, ConnectError> {
-    resolve_with(device, address, &ConnectionOptions::default()).await
+    resolve_with(device, address, &ConnectConfig::default()).await
 }
 
 /// Resolves a route to the first reachable address, `rdma_resolve_addr(3)` and
@@ -78,11 +78,11 @@ pub async fn resolve(
 /// # Errors
 ///
 /// - [`ConnectError::Lookup`] for an unknown host name, or if the lookup exceeds
-///   [`ConnectionOptions::resolve_timeout`];
+///   [`ConnectConfig::resolve_timeout`];
 /// - [`ConnectError::TimedOut`] if resolving the route exceeds it;
 /// - [`ConnectError::Resolve`] if no device reaches the address;
 /// - [`ConnectError::OtherDevice`] if the route goes through another device than `device`;
-/// - [`ConnectError::AddressNotAvailable`] if `device` lacks [`ConnectionOptions::source`];
+/// - [`ConnectError::AddressNotAvailable`] if `device` lacks [`ConnectConfig::source`];
 /// - [`ConnectError::Setup`] if the source address is of another family.
 ///
 /// # Cancel safety
@@ -91,11 +91,11 @@ pub async fn resolve(
 pub async fn resolve_with(
     device: &Device,
     address: impl ToSocketAddrs + fmt::Debug,
-    options: &ConnectionOptions,
+    config: &ConnectConfig,
 ) -> Result<Route, ConnectError> {
     let mut last = None;
-    for address in lookup(address, options).await? {
-        match resolve_one(device, address, options).await {
+    for address in lookup(address, config).await? {
+        match resolve_one(device, address, config).await {
             Ok(route) => return Ok(route),
             Err(error) => last = Some(error.during(ConnectStep::Resolve, address)),
         }
@@ -113,10 +113,10 @@ pub(super) fn no_address() -> ConnectError {
 
 pub(super) async fn lookup(
     address: impl ToSocketAddrs + fmt::Debug,
-    options: &ConnectionOptions,
+    config: &ConnectConfig,
 ) -> Result<SmallVec<[SocketAddr; 1]>, ConnectError> {
     NoRuntime::or_current()?;
-    let limit = options.resolve_timeout;
+    let limit = config.resolve_timeout;
     let found = clock::timeout(limit, lookup_host(&address)).await;
     let late = || io::Error::new(io::ErrorKind::TimedOut, format!("timed out after {limit:?}"));
     let failed = |error| ConnectError::lookup(Some(format!("{address:?}")), &error);
@@ -126,13 +126,13 @@ pub(super) async fn lookup(
 async fn resolve_one(
     device: &Device,
     address: SocketAddr,
-    options: &ConnectionOptions,
+    config: &ConnectConfig,
 ) -> Result<Route, ConnectError> {
     const ENETUNREACH: i32 = 101;
     const EHOSTUNREACH: i32 = 113;
-    let source = options.source_to(address)?;
+    let source = config.source_to(address)?;
     let endpoint = Endpoint::create(&Router::of(device).await?)?;
-    let (timeout, start) = (options.resolve_timeout, clock::now());
+    let (timeout, start) = (config.resolve_timeout, clock::now());
     let unresolved =
         |errno| ConnectError::Resolve { address, errno, in_process: false }.through(device);
     with_deadline(timeout, ConnectStep::Resolve, address, async || {
@@ -234,9 +234,9 @@ impl Route {
     /// - [`ConnectError::Refused`] if no listener has the address;
     /// - [`ConnectError::Rejected`] if the listener rejects the request;
     /// - [`ConnectError::Unreachable`], or [`ConnectError::TimedOut`] after
-    ///   [`ConnectionOptions::timeout`], if the peer does not answer;
+    ///   [`ConnectConfig::timeout`], if the peer does not answer;
     /// - [`ConnectError::Limit`] for private data of more than 56 bytes, or for more
-    ///   [`ConnectionOptions::reads`] than the device supports;
+    ///   [`ConnectConfig::reads`] than the device supports;
     /// - [`ConnectError::Setup`] for a queue pair that does not fit.
     ///
     /// # Cancel safety
@@ -245,19 +245,19 @@ impl Route {
     pub async fn connect(
         self,
         queue_pair: &QueuePair,
-        options: &ConnectionOptions,
+        config: &ConnectConfig,
     ) -> Result<CmConnection, ConnectError> {
         let Self { endpoint, path, address, .. } = self;
         endpoint.router.watch()?;
         let device = endpoint.router.device.clone();
-        let (private_data, transport) = options.checked(MAX_REQUEST_DATA)?;
+        let (private_data, retries) = config.checked(MAX_REQUEST_DATA)?;
         let misfit = |error| ConnectError::from(error).during(ConnectStep::Prepare, address);
         path.check(&device, queue_pair).map_err(misfit)?;
-        Keepalive::check(options.keepalive, transport.timeout, queue_pair).map_err(misfit)?;
+        Keepalive::check(config.keepalive, retries.timeout, queue_pair).map_err(misfit)?;
         let guard = FailUnlessConnected::new(queue_pair);
-        let reads = Reads::of(&device, options)?;
-        let peer = with_deadline(options.timeout, ConnectStep::Response, address, async || {
-            let params = reads.params(queue_pair, private_data, options.timeout);
+        let reads = Reads::of(&device, config)?;
+        let peer = with_deadline(config.timeout, ConnectStep::Response, address, async || {
+            let params = reads.params(queue_pair, private_data, config.timeout);
             endpoint
                 .id()
                 .connect(&params)
@@ -271,7 +271,7 @@ impl Route {
                 })
                 .await?;
             endpoint.inbox().attach_queue_pair(queue_pair);
-            let ready = make_ready(endpoint.id(), queue_pair, reads.agreed(&peer), transport);
+            let ready = make_ready(endpoint.id(), queue_pair, reads.agreed(&peer), retries);
             let confirmed = ready.and_then(|()| Ok(endpoint.id().establish()?));
             endpoint.explain(confirmed, ConnectStep::Confirm, address).await?;
             Ok(peer)
@@ -281,7 +281,7 @@ impl Route {
         let local =
             endpoint.id().local_addr().unwrap_or(SocketAddr::new(path.entry.gid.to_ip(), 0));
         let (addresses, data) = ((local, address), peer.private_data);
-        let connection = CmConnection::new(endpoint, data, addresses, options, queue_pair)?;
+        let connection = CmConnection::new(endpoint, data, addresses, config, queue_pair)?;
         guard.connected();
         Ok(connection)
     }

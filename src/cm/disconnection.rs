@@ -11,12 +11,12 @@ pub enum Disconnection {
     DeviceRemoved,
     /// The local address was moved to another device.
     AddressChanged,
-    /// The peer did not answer the [keepalive](super::ConnectionOptions::keepalive).
+    /// The peer did not answer the [keepalive](super::ConnectConfig::keepalive).
     Silent,
     /// The listener does not know the connection: it dropped the request before this side's
     /// confirmation arrived, or another process has taken its place.
     Unconfirmed,
-    /// A [keepalive](super::ConnectionOptions::keepalive) probe failed for another reason. The
+    /// A [keepalive](super::ConnectConfig::keepalive) probe failed for another reason. The
     /// peer's queue pair does not allow REMOTE_WRITE, the completion queue has failed, or the queue
     /// pair was already in the error state. The log has the status.
     ProbeFailed,

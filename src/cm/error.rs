@@ -52,7 +52,7 @@ pub enum ConnectError {
     AddressNotAvailable {
         /// Address to listen at, or to connect to.
         address: SocketAddr,
-        /// The [source](super::ConnectionOptions::source) address, when connecting.
+        /// The [source](super::ConnectConfig::source) address, when connecting.
         source: Option<IpAddr>,
         /// [`ConnectStep::Listen`] or [`ConnectStep::Resolve`].
         step: ConnectStep,

@@ -19,13 +19,13 @@ use rdma_provider::cm_contract::{
     Admit, CmAnswer, CmChannel as _, CmId as _, CmPeer, MAX_REJECT_DATA, MAX_RESPONSE_DATA,
 };
 
+use super::config::{ConnectConfig, ListenConfig, check_private_data};
 use super::connection::CmConnection;
 use super::connector::{lookup, no_address};
 use super::endpoint::{Endpoint, FailUnlessConnected, with_deadline};
 use super::error::{ConnectError, ConnectStep};
 use super::inbox::{Inbox, TakeRequests};
 use super::keepalive::Keepalive;
-use super::options::{ConnectionOptions, ListenOptions, check_private_data};
 use super::path::{Path, Reads, make_ready};
 use super::router::Router;
 use crate::clock::{self, Sleep};
@@ -35,14 +35,14 @@ use crate::clock::{self, Sleep};
 /// Dropping it releases the address and rejects requests that were not accepted.
 ///
 /// ```
-/// use tokio_rdma::cm::{ConnectError, ListenOptions, Listener};
+/// use tokio_rdma::cm::{ConnectError, ListenConfig, Listener};
 /// # use tokio_rdma::Device;
 ///
 /// # #[tokio::main(flavor = "current_thread")]
 /// # async fn main() -> Result<(), Box<dyn std::error::Error>> {
 /// # let device = Device::software()?;
-/// let options = ListenOptions::default().backlog(16);
-/// let listener = Listener::bind_with(&device, "127.0.0.1:0", &options).await?;
+/// let config = ListenConfig::default().backlog(16);
+/// let listener = Listener::bind_with(&device, "127.0.0.1:0", &config).await?;
 /// let taken = Listener::bind(&device, listener.local_addr()).await;
 /// assert!(matches!(taken, Err(ConnectError::AddressInUse { .. })));
 /// # Ok(())
@@ -61,7 +61,7 @@ pub struct Listener {
 }
 
 impl Listener {
-    /// Listens like [`bind_with`](Self::bind_with), with default [`ListenOptions`].
+    /// Listens like [`bind_with`](Self::bind_with), with default [`ListenConfig`].
     ///
     /// # Errors
     ///
@@ -74,7 +74,7 @@ impl Listener {
         device: &Device,
         address: impl ToSocketAddrs + fmt::Debug,
     ) -> Result<Self, ConnectError> {
-        Self::bind_with(device, address, &ListenOptions::default()).await
+        Self::bind_with(device, address, &ListenConfig::default()).await
     }
 
     /// Listens at the first available of the addresses.
@@ -94,11 +94,11 @@ impl Listener {
     pub async fn bind_with(
         device: &Device,
         address: impl ToSocketAddrs + fmt::Debug,
-        options: &ListenOptions,
+        config: &ListenConfig,
     ) -> Result<Self, ConnectError> {
-        let backlog = options.checked()?;
+        let backlog = config.checked()?;
         let mut last = None;
-        for address in lookup(address, &ConnectionOptions::default()).await? {
+        for address in lookup(address, &ConnectConfig::default()).await? {
             let attempt =
                 async { Self::bind_one(&Router::of(device).await?, address, backlog).await };
             match attempt.await {
@@ -222,10 +222,10 @@ impl Listener {
 
     pub(crate) fn answer_with(
         device: &Device,
-        options: &ConnectionOptions,
+        config: &ConnectConfig,
     ) -> Result<CmAnswer, ConnectError> {
-        let (private_data, _) = options.checked(MAX_RESPONSE_DATA)?;
-        Ok(Reads::of(device, options)?.answer(private_data.to_vec()))
+        let (private_data, _) = config.checked(MAX_RESPONSE_DATA)?;
+        Ok(Reads::of(device, config)?.answer(private_data.to_vec()))
     }
 
     pub(crate) fn waiting(&self) -> PendingRequests {
@@ -516,21 +516,21 @@ impl ConnectionRequest {
     pub async fn accept(
         self,
         queue_pair: &QueuePair,
-        options: &ConnectionOptions,
+        config: &ConnectConfig,
     ) -> Result<CmConnection, ConnectError> {
         let Self { endpoint, peer, path, local, address, .. } = self;
         endpoint.router.watch()?;
-        let (private_data, transport) = options.checked(MAX_RESPONSE_DATA)?;
+        let (private_data, retries) = config.checked(MAX_RESPONSE_DATA)?;
         let device = endpoint.router.device.clone();
         let misfit = |error| ConnectError::from(error).during(ConnectStep::Prepare, address);
         path.check(&device, queue_pair).map_err(misfit)?;
-        Keepalive::check(options.keepalive, transport.timeout, queue_pair).map_err(misfit)?;
+        Keepalive::check(config.keepalive, retries.timeout, queue_pair).map_err(misfit)?;
         let guard = FailUnlessConnected::new(queue_pair);
-        let reads = Reads::of(&device, options)?.agreed(&peer);
-        with_deadline(options.timeout, ConnectStep::Establish, address, async || {
+        let reads = Reads::of(&device, config)?.agreed(&peer);
+        with_deadline(config.timeout, ConnectStep::Establish, address, async || {
             endpoint.inbox().attach_queue_pair(queue_pair);
-            let params = reads.params(queue_pair, private_data, options.timeout);
-            let ready = make_ready(endpoint.id(), queue_pair, reads, transport);
+            let params = reads.params(queue_pair, private_data, config.timeout);
+            let ready = make_ready(endpoint.id(), queue_pair, reads, retries);
             let accepted = ready.and_then(|()| Ok(endpoint.id().accept(&params)?));
             endpoint.explain(accepted, ConnectStep::Accept, address).await?;
             endpoint
@@ -546,7 +546,7 @@ impl ConnectionRequest {
         })
         .await?;
         let (addresses, data) = ((local, address), peer.private_data);
-        let connection = CmConnection::new(endpoint, data, addresses, options, queue_pair)?;
+        let connection = CmConnection::new(endpoint, data, addresses, config, queue_pair)?;
         guard.connected();
         Ok(connection)
     }
@@ -646,11 +646,11 @@ mod tests {
                 Device::software_in(&network, "client").unwrap(),
             );
             let listener =
-                Listener::bind_with(&server, "127.0.0.1:0", &ListenOptions::default().backlog(2))
+                Listener::bind_with(&server, "127.0.0.1:0", &ListenConfig::default().backlog(2))
                     .await
                     .unwrap();
-            let options = ConnectionOptions::default();
-            let answer = Listener::answer_with(&server, &options).unwrap();
+            let config = ConnectConfig::default();
+            let answer = Listener::answer_with(&server, &config).unwrap();
             assert!(listener.answer(Arc::new(All(answer))));
             let pd = client.protection_domain().unwrap();
             let queue = CompletionQueue::new(&client, CompletionMode::Event).unwrap();
@@ -662,9 +662,9 @@ mod tests {
                 routes.push((route, queue_pair));
             }
             let links = join_all(routes.into_iter().map(|(route, queue_pair)| {
-                let options = &options;
+                let config = &config;
                 async move {
-                    let link = route.connect(&queue_pair, options).await.unwrap();
+                    let link = route.connect(&queue_pair, config).await.unwrap();
                     (link, queue_pair)
                 }
             }))

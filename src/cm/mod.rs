@@ -33,15 +33,15 @@
 //!     assert!(request.private_data().starts_with(b"v2"));
 //!     let qp = request.prepare(QueuePair::builder(&pd, &queue)).build()?;
 //!     let received = qp.recv(pool.alloc(64).await?);
-//!     let connection = request.accept(&qp, &cm::ConnectionOptions::default()).await?;
+//!     let connection = request.accept(&qp, &cm::ConnectConfig::default()).await?;
 //!     assert_eq!(&received.await?.buffer[..5], b"hello");
 //!     Ok::<_, Box<dyn std::error::Error>>((connection, qp))
 //! };
 //! let client = async {
 //!     let route = cm::resolve(&device, address).await?;
 //!     let qp = route.prepare(QueuePair::builder(&pd, &queue)).build()?;
-//!     let options = cm::ConnectionOptions::default().private_data(*b"v2");
-//!     let connection = route.connect(&qp, &options).await?;
+//!     let config = cm::ConnectConfig::default().private_data(*b"v2");
+//!     let connection = route.connect(&qp, &config).await?;
 //!     qp.send(pool.copy_from(b"hello")?).await?;
 //!     Ok::<_, Box<dyn std::error::Error>>((connection, qp))
 //! };
@@ -54,6 +54,7 @@
 
 #![forbid(unsafe_code)]
 
+mod config;
 mod connection;
 mod connector;
 mod disconnection;
@@ -64,10 +65,10 @@ mod event_reactor;
 mod inbox;
 mod keepalive;
 mod listener;
-mod options;
 mod path;
 mod router;
 
+pub use config::{ConnectConfig, ListenConfig};
 pub use connection::CmConnection;
 pub use connector::{Route, connect, resolve, resolve_with};
 pub use disconnection::Disconnection;
@@ -75,6 +76,5 @@ pub use error::{ConnectAttempt, ConnectError, ConnectStep};
 pub(crate) use error::{FOR_MESSAGES, FOR_STREAMS};
 pub(crate) use listener::PendingRequests;
 pub use listener::{ConnectionRequest, Listener};
-pub use options::{ConnectionOptions, ListenOptions};
 
 pub use crate::types::RejectReason;

@@ -3,13 +3,13 @@ use std::time::Duration;
 
 use crate::dispatch::CmId;
 use crate::error::{LimitError, SetupError};
-use crate::op::{self, ConnectOptions, QueuePair, QueuePairBuilder};
+use crate::op::{self, QueuePair, QueuePairBuilder, RetryConfig};
 use crate::types::{GidEntry, PortAttr, PortNum, QpState, TransitionError, Transport};
 use crate::verbs::{Device, entry_with};
 use rdma_provider::cm_contract::{CmAnswer, CmId as _, CmParams, CmPeer, CmRoute};
 
+use super::config::ConnectConfig;
 use super::error::ConnectError;
-use super::options::ConnectionOptions;
 
 #[derive(Debug, Clone)]
 pub(super) struct Path {
@@ -59,7 +59,7 @@ impl Path {
     }
 }
 
-/// The retries of a peer without options of its own. SoftRoCE treats 7 as infinite, so it would
+/// The retries of a peer without config of its own. SoftRoCE treats 7 as infinite, so it would
 /// never detect that this side is gone.
 const PEER_RETRIES: u8 = 6;
 /// Infinite, because the program's own deadlines limit how long a receive may be missing.
@@ -72,9 +72,9 @@ pub(super) struct Reads {
 }
 
 impl Reads {
-    pub(super) fn of(device: &Device, options: &ConnectionOptions) -> Result<Self, LimitError> {
+    pub(super) fn of(device: &Device, config: &ConnectConfig) -> Result<Self, LimitError> {
         let (serve, issue) = (device.attr().max_qp_rd_atom, device.attr().max_qp_init_rd_atom);
-        let Some(asked) = options.reads else { return Ok(Self { serve, issue }) };
+        let Some(asked) = config.reads else { return Ok(Self { serve, issue }) };
         LimitError::check("reads", asked.into(), serve.min(issue).into())?;
         Ok(Self { serve: asked, issue: asked })
     }
@@ -86,7 +86,7 @@ impl Reads {
         }
     }
 
-    /// Returns the parameters to send. They are for the peer; our [`ConnectOptions`] apply to this
+    /// Returns the parameters to send. They are for the peer; our [`RetryConfig`] apply to this
     /// side only.
     pub(super) fn params<'a>(
         self,
@@ -122,16 +122,16 @@ pub(super) fn make_ready(
     id: &CmId,
     queue_pair: &QueuePair,
     reads: Reads,
-    transport: ConnectOptions,
+    retries: RetryConfig,
 ) -> Result<(), ConnectError> {
     let mut receive = id.qp_attr(QpState::Rtr)?;
-    receive.min_rnr_timer = Some(transport.rnr_timer);
+    receive.min_rnr_timer = Some(retries.rnr_timer);
     receive.max_dest_rd_atomic = Some(reads.serve);
     queue_pair.modify(&receive)?;
     let mut send = id.qp_attr(QpState::Rts)?;
-    send.timeout = Some(transport.timeout);
-    send.retry_count = Some(transport.retry_count);
-    send.rnr_retry = Some(transport.rnr_retry);
+    send.timeout = Some(retries.timeout);
+    send.retry_count = Some(retries.retry_count);
+    send.rnr_retry = Some(retries.rnr_retry);
     send.max_rd_atomic = Some(reads.issue);
     queue_pair.modify(&send)?;
     Ok(())
@@ -149,19 +149,19 @@ mod tests {
 
     #[test]
     fn connected_queue_pair_has_the_timers_and_reads_of_its_options() {
-        let device = Device::software_in(&Network::new(), "options").unwrap();
+        let device = Device::software_in(&Network::new(), "config").unwrap();
         let (pd, queue) = (
             device.protection_domain().unwrap(),
             CompletionQueue::new(&device, CompletionMode::Event).unwrap(),
         );
         let of = |code, reads| {
-            let transport = ConnectOptions {
+            let retries = RetryConfig {
                 timeout: AckTimeout::from_code(code),
                 retry_count: code - 15,
                 rnr_retry: code - 16,
                 rnr_timer: RnrTimer::from_code(code + 1),
             };
-            (transport, ConnectionOptions::default().transport(transport).reads(reads))
+            (retries, ConnectConfig::default().retries(retries).reads(reads))
         };
         let [ours, theirs] = [of(18, 5), of(20, 3)];
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
@@ -178,15 +178,15 @@ mod tests {
                 (route.connect(&qp, &ours.1).await.unwrap(), qp)
             };
             let (passive, active) = join(passive, active).await;
-            for ((_link, qp), transport) in [(active, ours.0), (passive, theirs.0)] {
+            for ((_link, qp), retries) in [(active, ours.0), (passive, theirs.0)] {
                 let attr = qp.query().unwrap().1;
-                let found = ConnectOptions {
+                let found = RetryConfig {
                     timeout: attr.timeout.unwrap(),
                     retry_count: attr.retry_count.unwrap(),
                     rnr_retry: attr.rnr_retry.unwrap(),
                     rnr_timer: attr.min_rnr_timer.unwrap(),
                 };
-                assert_eq!(found, transport);
+                assert_eq!(found, retries);
                 // Both agree on the smaller number.
                 assert_eq!((attr.max_rd_atomic, attr.max_dest_rd_atomic), (Some(3), Some(3)));
             }

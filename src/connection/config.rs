@@ -15,7 +15,7 @@ use super::resources::{ConnectionResources, ResourceCache};
 use crate::cm;
 use crate::engine::{CompletionMode, CompletionQueue};
 use crate::error::{LimitError, SetupError};
-use crate::op::{ConnectOptions, Path};
+use crate::op::{Path, RetryConfig};
 use crate::types::{Gid, PortNum};
 use crate::verbs::{Device, ProtectionDomain};
 
@@ -78,7 +78,7 @@ pub struct ConnectionConfig {
     pub(super) keepalive: Option<(Duration, Duration)>,
     pub(super) stall_timeout: Option<Duration>,
     pub(super) close_timeout: Duration,
-    pub(super) options: ConnectOptions,
+    pub(super) retries: RetryConfig,
     pub(super) completions: Completions,
     pub(super) connect_timeout: Duration,
     /// Set by a [`ListenerConfig`](super::ListenerConfig).
@@ -121,7 +121,7 @@ impl Default for ConnectionConfig {
             keepalive: Some((Duration::from_secs(5), Duration::from_secs(10))),
             stall_timeout: None,
             close_timeout: Duration::from_secs(10),
-            options: ConnectOptions::default(),
+            retries: RetryConfig::default(),
             completions: Completions::Mode(CompletionMode::default()),
             connect_timeout: Duration::from_secs(15),
             user_data: Bytes::new(),
@@ -274,9 +274,9 @@ impl ConnectionConfig {
         self
     }
 
-    /// Sets the timeouts and retries of the queue pair; see [`ConnectOptions`] for defaults.
-    pub fn options(mut self, options: ConnectOptions) -> Self {
-        self.options = options;
+    /// Sets the timeouts and retries of the queue pair; see [`RetryConfig`] for defaults.
+    pub fn retries(mut self, retries: RetryConfig) -> Self {
+        self.retries = retries;
         self
     }
 
@@ -375,20 +375,17 @@ impl ConnectionConfig {
         Self { service: Service::Bytes, ..self.clone() }
     }
 
-    /// Returns the connection manager's options, which leave `capacity` bytes for the handshake.
-    pub(super) fn cm_options(
-        &self,
-        capacity: usize,
-    ) -> Result<cm::ConnectionOptions, HandshakeError> {
+    /// Returns the connection manager's settings, which leave `capacity` bytes for the handshake.
+    pub(super) fn cm_config(&self, capacity: usize) -> Result<cm::ConnectConfig, HandshakeError> {
         let (len, allowed) = (self.user_data.len(), capacity - Handshake::LEN);
         if len > allowed {
             return Err(HandshakeError::UserData { len, allowed });
         }
         let handshake = self.handshake().encode_for(self.service, &self.user_data)?;
-        let options = cm::ConnectionOptions::default()
+        let cm = cm::ConnectConfig::default()
             .resolve_timeout(self.connect_timeout)
             .timeout(self.connect_timeout);
-        Ok(options.transport(self.options).private_data(handshake))
+        Ok(cm.retries(self.retries).private_data(handshake))
     }
 
     /// Returns the protocol's settings for a queue pair that takes `max_inline` bytes.
@@ -468,7 +465,7 @@ impl ConnectionConfig {
         )?;
         LimitError::check("send_buffers", self.send_buffers.into(), buffers)?;
         LimitError::check(budget::FIELD, self.first_bytes(), self.budget.limit())?;
-        self.options.check()?;
+        self.retries.check()?;
         Ok(())
     }
 }

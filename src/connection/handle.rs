@@ -195,11 +195,11 @@ impl Connection {
         config: &ConnectionConfig,
     ) -> Result<Self, EstablishError> {
         let connecting = async move {
-            let options = config.cm_options(MAX_REQUEST_DATA)?;
+            let cm_config = config.cm_config(MAX_REQUEST_DATA)?;
             config.check(device)?;
             let cache = ResourceCache::of(device);
             let mut prepared = None;
-            let connected = cm::connect(device, address, &options, |route| {
+            let connected = cm::connect(device, address, &cm_config, |route| {
                 config.check_path((route.port(), route.gid_index()), route.destination())?;
                 let resources = config.resources(&cache)?;
                 let made =

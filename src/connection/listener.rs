@@ -191,7 +191,7 @@ impl Listener {
         config.check(device)?;
         // Invalid settings must fail here: later they would reject every peer without a reason.
         let answer =
-            cm::Listener::answer_with(device, &config.connection.cm_options(MAX_RESPONSE_DATA)?)?;
+            cm::Listener::answer_with(device, &config.connection.cm_config(MAX_RESPONSE_DATA)?)?;
         let admission = Admission::new(&config, answer);
         let inner = Box::pin(cm::Listener::bind(device, address)).await?;
         let answered = inner.answer(admission.clone());

@@ -9,7 +9,7 @@ use super::target::path_mtu;
 use crate::dispatch::SendCounters;
 use crate::engine::{CompletionQueue, Receiver, ReceiverKey, WorkQueueCounters};
 use crate::error::{LimitError, OpErrorKind, SetupError};
-use crate::op::{ConnectOptions, Destination, Posting, QueuePair, QueuePairBuilder};
+use crate::op::{Destination, Posting, QueuePair, QueuePairBuilder, RetryConfig};
 use crate::types::{
     AddressVector, DcKey, Gid, Mtu, PortNum, QpAttr, QpCaps, QpState, Qpn, Transport,
 };
@@ -30,7 +30,7 @@ pub struct DcInitiator {
 }
 
 struct Setup {
-    options: ConnectOptions,
+    retries: RetryConfig,
     mtu: Mtu,
     reads: u8,
     repair: Mutex<()>,
@@ -53,7 +53,7 @@ impl DcInitiator {
     pub fn builder(pd: &ProtectionDomain, queue: &CompletionQueue) -> DcInitiatorBuilder {
         DcInitiatorBuilder {
             queue_pair: QueuePair::builder(pd, queue).transport(Transport::Dci).max_recv_wr(0),
-            options: ConnectOptions::default(),
+            retries: RetryConfig::default(),
             mtu: None,
             reads: None,
         }
@@ -240,7 +240,7 @@ impl DcInitiator {
     }
 
     fn move_to_rts(&self) -> Result<(), SetupError> {
-        let Setup { options, mtu, reads, .. } = *self.setup;
+        let Setup { retries, mtu, reads, .. } = *self.setup;
         let local = self.qp.local();
         self.qp.modify(&QpAttr {
             // The source of packets; each work request names its route.
@@ -250,9 +250,9 @@ impl DcInitiator {
         })?;
         self.qp.modify(&QpAttr {
             sq_psn: Some(self.qp.endpoint().psn),
-            timeout: Some(options.timeout),
-            retry_count: Some(options.retry_count),
-            rnr_retry: Some(options.rnr_retry),
+            timeout: Some(retries.timeout),
+            retry_count: Some(retries.retry_count),
+            rnr_retry: Some(retries.rnr_retry),
             max_rd_atomic: Some(reads),
             ..QpAttr::to_state(QpState::Rts)
         })
@@ -302,7 +302,7 @@ impl DcPeer {
 #[must_use]
 pub struct DcInitiatorBuilder {
     queue_pair: QueuePairBuilder,
-    options: ConnectOptions,
+    retries: RetryConfig,
     mtu: Option<Mtu>,
     reads: Option<u8>,
 }
@@ -327,8 +327,8 @@ impl DcInitiatorBuilder {
     }
 
     /// Sets timeouts and retries. The target's `rnr_timer` applies instead of this one.
-    pub fn options(mut self, options: ConnectOptions) -> Self {
-        self.options = options;
+    pub fn retries(mut self, retries: RetryConfig) -> Self {
+        self.retries = retries;
         self
     }
 
@@ -365,8 +365,8 @@ impl DcInitiatorBuilder {
     /// Those of [`QueuePairBuilder::build`]; [`SetupError::Unsupported`] also if the device does
     /// not support DC ([`DeviceAttr::dc`](crate::types::DeviceAttr::dc)).
     pub fn build(self) -> Result<DcInitiator, SetupError> {
-        let Self { queue_pair, options, mtu, reads } = self;
-        options.check()?;
+        let Self { queue_pair, retries, mtu, reads } = self;
+        retries.check()?;
         let dc = queue_pair.device().dc()?;
         let qp = queue_pair.build_any()?;
         let reads = reads.unwrap_or(dc.max_init_rd_atomic.min(dc.max_rd_atomic));
@@ -374,7 +374,7 @@ impl DcInitiatorBuilder {
         let mtu = path_mtu(mtu, qp.local().mtu)?;
         let initiator = DcInitiator {
             qp,
-            setup: Arc::new(Setup { options, mtu, reads, repair: Mutex::new(()) }),
+            setup: Arc::new(Setup { retries, mtu, reads, repair: Mutex::new(()) }),
         };
         initiator.move_to_rts()?;
         Ok(initiator)

@@ -38,7 +38,7 @@ pub(crate) use posting::operations;
 pub use posting::{Poster, Posting};
 pub(crate) use queue_pair::{Path, WeakQueuePair};
 pub use queue_pair::{QueuePair, QueuePairBuilder};
-pub use queue_pair_endpoint::{ConnectOptions, QueuePairEndpoint};
+pub use queue_pair_endpoint::{QueuePairEndpoint, RetryConfig};
 pub use read::Read;
 pub use recv::{Received, Recv};
 pub use send::{Send, SendTo};

@@ -18,7 +18,7 @@ use crate::error::{OpErrorKind, SetupError};
 use crate::memory::{BufMut, Pool, PoolError};
 use crate::op::post::Destination;
 use crate::op::post_state::PostState;
-use crate::op::{ConnectOptions, QueuePairEndpoint};
+use crate::op::{QueuePairEndpoint, RetryConfig};
 use crate::types::{
     AddressVector, Gid, GidEntry, LinkLayer, Mtu, PortNum, Psn, QpAttr, QpCaps, QpState, Qpn,
     Transport,
@@ -193,7 +193,7 @@ impl QueuePair {
     /// - [`SetupError::Mismatch`] if transport, link layer or address family differ;
     /// - [`SetupError::Transition`] if this queue pair is already connected.
     pub fn connect(&self, peer: &QueuePairEndpoint) -> Result<(), SetupError> {
-        self.connect_with(peer, &ConnectOptions::default())
+        self.connect_with(peer, &RetryConfig::default())
     }
 
     /// Connects as [`connect`](Self::connect) does, with the given timeouts and retries.
@@ -204,7 +204,7 @@ impl QueuePair {
     pub fn connect_with(
         &self,
         peer: &QueuePairEndpoint,
-        options: &ConnectOptions,
+        retries: &RetryConfig,
     ) -> Result<(), SetupError> {
         let local = self.inner.local;
         self.require_equal(
@@ -218,7 +218,7 @@ impl QueuePair {
             peer.link_layer,
         )?;
         self.check_path(peer.gid)?;
-        options.check()?;
+        retries.check()?;
         let reliable = self.inner.transport == Transport::Rc;
         let mut address = AddressVector::new(local.port, local.gid.index, peer.gid);
         address.dlid = peer.lid;
@@ -228,14 +228,14 @@ impl QueuePair {
             dest_qpn: Some(peer.qpn),
             rq_psn: Some(peer.psn),
             max_dest_rd_atomic: reliable.then_some(local.reads),
-            min_rnr_timer: reliable.then_some(options.rnr_timer),
+            min_rnr_timer: reliable.then_some(retries.rnr_timer),
             ..QpAttr::to_state(QpState::Rtr)
         })?;
         self.modify(&QpAttr {
             sq_psn: Some(self.inner.psn()),
-            timeout: reliable.then_some(options.timeout),
-            retry_count: reliable.then_some(options.retry_count),
-            rnr_retry: reliable.then_some(options.rnr_retry),
+            timeout: reliable.then_some(retries.timeout),
+            retry_count: reliable.then_some(retries.retry_count),
+            rnr_retry: reliable.then_some(retries.rnr_retry),
             max_rd_atomic: reliable.then_some(local.reads.min(peer.reads)),
             ..QpAttr::to_state(QpState::Rts)
         })?;

@@ -112,7 +112,7 @@ fn transport_of(code: u8) -> Result<Transport, EndpointError> {
 /// Timeouts and retries of a reliable connection.
 ///
 /// ```
-/// use tokio_rdma::op::ConnectOptions;
+/// use tokio_rdma::op::RetryConfig;
 /// use tokio_rdma::types::AckTimeout;
 /// # use tokio_rdma::{CompletionMode, CompletionQueue, Device, QueuePair};
 ///
@@ -122,14 +122,14 @@ fn transport_of(code: u8) -> Result<Transport, EndpointError> {
 /// # let queue = CompletionQueue::new(&device, CompletionMode::Event)?;
 /// # let (ours, theirs) = (QueuePair::new(&pd, &queue)?, QueuePair::new(&pd, &queue)?);
 /// let timeout = AckTimeout::from_code(14); // 67 ms
-/// let options = ConnectOptions { timeout, retry_count: 3, ..ConnectOptions::default() };
-/// ours.connect_with(&theirs.endpoint(), &options)?;
+/// let retries = RetryConfig { timeout, retry_count: 3, ..RetryConfig::default() };
+/// ours.connect_with(&theirs.endpoint(), &retries)?;
 /// assert_eq!(ours.query()?.1.retry_count, Some(3));
 /// # Ok(())
 /// # }
 /// ```
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct ConnectOptions {
+pub struct RetryConfig {
     /// The timeout of acknowledgements. Default: 1.07 s (code 18). With six retries, a connection
     /// outlasts an outage of 7 s, and a peer that does not answer is lost after 7.5 s. An adapter
     /// may take up to four times as long.
@@ -149,7 +149,7 @@ pub struct ConnectOptions {
     pub rnr_timer: RnrTimer,
 }
 
-impl Default for ConnectOptions {
+impl Default for RetryConfig {
     fn default() -> Self {
         Self {
             timeout: AckTimeout::from_code(18),
@@ -160,7 +160,7 @@ impl Default for ConnectOptions {
     }
 }
 
-impl ConnectOptions {
+impl RetryConfig {
     pub(crate) fn check(&self) -> Result<(), LimitError> {
         LimitError::check("retry_count", self.retry_count.into(), 7)?;
         LimitError::check("rnr_retry", self.rnr_retry.into(), 7)

@@ -35,6 +35,6 @@ pub(crate) use device::Inlet;
 pub(crate) use gid_routes::entry_with;
 pub use protection_domain::ProtectionDomain;
 pub(crate) use protection_domain::{Indexed, PdId};
-pub use qp::{Qp, QpOptions};
+pub use qp::{Qp, QpConfig};
 pub use rdma_provider::contract::PostError;
 pub use srq::Srq;

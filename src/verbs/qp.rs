@@ -17,9 +17,9 @@ use crate::types::{
 };
 use rdma_provider::contract::{Context as _, Pd as _, PlainWr, PostError, Qp as _, QpInit};
 
-/// The options of a [`Qp`].
+/// The config of a [`Qp`].
 #[derive(Debug, Clone)]
-pub struct QpOptions {
+pub struct QpConfig {
     /// The service type.
     pub transport: Transport,
     /// The requested sizes.
@@ -32,7 +32,7 @@ pub struct QpOptions {
 ///
 /// ```
 /// use tokio_rdma::types::{QpAttr, QpCaps, QpState, Transport};
-/// use tokio_rdma::verbs::{Cq, Qp, QpOptions};
+/// use tokio_rdma::verbs::{Cq, Qp, QpConfig};
 /// # use tokio_rdma::Access;
 /// # use tokio_rdma::Device;
 /// # use tokio_rdma::types::PortNum;
@@ -48,7 +48,7 @@ pub struct QpOptions {
 ///     max_recv_sge: 1,
 ///     max_inline: 0,
 /// };
-/// let qp = Qp::new(&pd, &cq, &cq, None, &QpOptions { transport: Transport::Rc, caps })?;
+/// let qp = Qp::new(&pd, &cq, &cq, None, &QpConfig { transport: Transport::Rc, caps })?;
 /// qp.modify(&QpAttr {
 ///     pkey_index: Some(0),
 ///     port: Some(PortNum(1)),
@@ -88,9 +88,9 @@ impl Qp {
         send_cq: &Cq,
         recv_cq: &Cq,
         srq: Option<&Srq>,
-        options: &QpOptions,
+        config: &QpConfig,
     ) -> Result<Self, SetupError> {
-        Self::numbered(pd, send_cq, recv_cq, srq, options, None)
+        Self::numbered(pd, send_cq, recv_cq, srq, config, None)
     }
 
     /// Creates a queue pair, with a number that the connection manager has reserved, if any.
@@ -99,16 +99,16 @@ impl Qp {
         send_cq: &Cq,
         recv_cq: &Cq,
         srq: Option<&Srq>,
-        options: &QpOptions,
+        config: &QpConfig,
         number: Option<Qpn>,
     ) -> Result<Self, SetupError> {
-        let (attr, caps) = (pd.device().attr(), options.caps);
+        let (attr, caps) = (pd.device().attr(), config.caps);
         LimitError::check("max_send_wr", caps.max_send_wr.into(), attr.max_qp_wr.into())?;
         LimitError::check("max_recv_wr", caps.max_recv_wr.into(), attr.max_qp_wr.into())?;
         LimitError::check("max_send_sge", caps.max_send_sge.into(), attr.max_sge.into())?;
         LimitError::check("max_recv_sge", caps.max_recv_sge.into(), attr.max_sge.into())?;
         LimitError::check("max_inline", caps.max_inline.into(), attr.max_inline.into())?;
-        if options.transport == Transport::Dci {
+        if config.transport == Transport::Dci {
             pd.device().dc()?;
             // A DC initiator receives nothing.
             LimitError::check("max_recv_wr", caps.max_recv_wr.into(), 0)?;
@@ -124,7 +124,7 @@ impl Qp {
         let same_pd = srq.is_none_or(|srq| srq.protection_domain().same(pd));
         SetupError::check_same(same_pd, "shared receive queue")?;
         let init = QpInit {
-            transport: options.transport,
+            transport: config.transport,
             send_cq: send_cq.raw(),
             recv_cq: recv_cq.raw(),
             srq: srq.map(Srq::raw),
@@ -138,7 +138,7 @@ impl Qp {
         Ok(Self {
             last_receive: watched.then(|| pd.device().async_events().watch_last_receive(raw.qpn())),
             raw,
-            transport: options.transport,
+            transport: config.transport,
             last_state: Mutex::new(QpState::Reset),
             send_cq: send_cq.clone(),
             recv_cq: recv_cq.clone(),

@@ -3,7 +3,7 @@
 use std::future::Future;
 use std::time::Duration;
 
-use tokio_rdma::op::{ConnectOptions, QueuePairBuilder};
+use tokio_rdma::op::{QueuePairBuilder, RetryConfig};
 use tokio_rdma::types::{AckTimeout, AddressVector, Mtu, PortNum, Qkey, QpState, Transport};
 use tokio_rdma::verbs::AddressHandle;
 use tokio_rdma::{
@@ -78,7 +78,7 @@ pub(crate) struct Shape<'a> {
     pub(crate) mode: CompletionMode,
     pub(crate) mtu: Mtu,
     pub(crate) buffer_size: usize,
-    pub(crate) options: ConnectOptions,
+    pub(crate) options: RetryConfig,
     pub(crate) build: &'a dyn Fn(QueuePairBuilder) -> QueuePairBuilder,
 }
 
@@ -92,9 +92,9 @@ impl Shape<'_> {
             options: match crate::wire() {
                 // Short, because lost packets are retransmitted after it.
                 Wire::Faults => {
-                    ConnectOptions { timeout: AckTimeout::from_code(14), ..Default::default() }
+                    RetryConfig { timeout: AckTimeout::from_code(14), ..Default::default() }
                 }
-                _ => ConnectOptions::default(),
+                _ => RetryConfig::default(),
             },
             build: &|builder| builder,
         }
@@ -140,7 +140,7 @@ pub(crate) async fn fenced<T>(
 }
 
 /// Connects two queue pairs, or activates both if they are of datagrams.
-pub(crate) fn connect(a: &QueuePair, b: &QueuePair, mtu: Mtu, options: &ConnectOptions) {
+pub(crate) fn connect(a: &QueuePair, b: &QueuePair, mtu: Mtu, options: &RetryConfig) {
     if a.transport() == Transport::Ud {
         a.activate().unwrap();
         b.activate().unwrap();

@@ -10,7 +10,7 @@ use tokio_rdma::types::{
     WorkCompletion, WrId,
 };
 use tokio_rdma::verbs::AddressHandle;
-use tokio_rdma::verbs::{Channel, Cq, PostError, Qp, QpOptions, Srq};
+use tokio_rdma::verbs::{Channel, Cq, PostError, Qp, QpConfig, Srq};
 use tokio_rdma::{Device, ProtectionDomain};
 
 use super::{Memory, Setup, events, eventually, rxe};
@@ -122,7 +122,7 @@ impl End {
             caps.max_recv_wr = 0;
         }
         let qp =
-            Qp::new(pd, &send_cq, &recv_cq, srq, &QpOptions { transport: options.transport, caps })
+            Qp::new(pd, &send_cq, &recv_cq, srq, &QpConfig { transport: options.transport, caps })
                 .unwrap();
         let scratch = Memory::new(pd, 64);
         Self {

@@ -452,7 +452,7 @@ async fn storm(setting: Setting, seed: u64) -> u64 {
             targets.extend((0..3).map(|_| DcTarget::new(&pd, srq).unwrap()));
             let initiator = DcInitiator::builder(&pd, &queue)
                 .max_send_wr(setting.depth)
-                .options(impatient())
+                .retries(impatient())
                 .build();
             let initiator = initiator.unwrap();
             let peers =

@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 use tokio_rdma::dc::DcInitiator;
 use tokio_rdma::error::Outcome;
 use tokio_rdma::memory::HostMemory;
-use tokio_rdma::op::{ConnectOptions, DeadlineError, QueuePairBuilder, Revocable};
+use tokio_rdma::op::{DeadlineError, QueuePairBuilder, RetryConfig, Revocable};
 use tokio_rdma::types::{AckTimeout, QpAttr, QpState, Transport, WcStatus};
 use tokio_rdma::{
     Access, Batch, ExposedRegion, OpError, OpErrorKind, QueuePair, SetupError, SharedReceiveQueue,
@@ -33,7 +33,7 @@ async fn poll<F: Future + Unpin>(future: &mut F) -> Poll<F::Output> {
 /// Returns two connected ends of which `b` answers nothing.
 fn silent(mode: &str) -> Pair {
     // Timeout 0 is no timeout: retries must not end before a deadline, however late that fires.
-    let options = ConnectOptions { timeout: AckTimeout::from_code(0), ..Default::default() };
+    let options = RetryConfig { timeout: AckTimeout::from_code(0), ..Default::default() };
     let pair = Pair::shaped(Setup::new(), &Shape { options, ..Shape::new(Transport::Rc, mode) });
     pair.b.qp.modify(&QpAttr::to_state(QpState::Err)).unwrap();
     pair

@@ -6,7 +6,7 @@ use std::task::{Context, Poll, Waker};
 
 use tokio_rdma::dc::{DcAddress, DcInitiator, DcPeer, DcTarget};
 use tokio_rdma::memory::HostMemory;
-use tokio_rdma::op::ConnectOptions;
+use tokio_rdma::op::RetryConfig;
 use tokio_rdma::types::{
     AckTimeout, DcKey, LinkLayer, Mtu, PortNum, QpAttr, QpState, Qpn, RnrTimer, TransitionError,
     Transport, WcStatus,
@@ -76,8 +76,8 @@ impl Node {
 }
 
 /// Returns options with few retries. The timeout allows for answers that a thread delivers late.
-pub(super) fn brief_options() -> ConnectOptions {
-    ConnectOptions {
+pub(super) fn brief_options() -> RetryConfig {
+    RetryConfig {
         timeout: AckTimeout::from_code(match crate::wire() {
             crate::common::Wire::Memory => 10,
             _ => 15,
@@ -90,7 +90,7 @@ pub(super) fn brief_options() -> ConnectOptions {
 
 /// Returns an initiator with few retries.
 fn impatient(node: &Node) -> DcInitiator {
-    DcInitiator::builder(&node.pd, &node.queue).options(brief_options()).build().unwrap()
+    DcInitiator::builder(&node.pd, &node.queue).retries(brief_options()).build().unwrap()
 }
 
 fn poll<F: Future + Unpin>(future: &mut F) -> Poll<F::Output> {

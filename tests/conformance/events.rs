@@ -15,7 +15,7 @@ in_every_mode! { lost_device_fails_every_operation }
 async fn lost_device_fails_every_operation(mode: &str) {
     let Some((setup, control, _other)) = Setup::controlled("lost_device") else { return };
     let shape = Shape {
-        options: tokio_rdma::op::ConnectOptions {
+        options: tokio_rdma::op::RetryConfig {
             timeout: tokio_rdma::types::AckTimeout::from_code(5),
             retry_count: 1,
             ..Default::default()
@@ -69,7 +69,7 @@ async fn device_fatal_event_alone_fails_every_operation(mode: &str) {
     };
     // Timeout 0 is no timeout, so sends never fail by themselves.
     let without_timeout =
-        tokio_rdma::op::ConnectOptions { timeout: AckTimeout::from_code(0), ..Default::default() };
+        tokio_rdma::op::RetryConfig { timeout: AckTimeout::from_code(0), ..Default::default() };
     let Pair { a, b, setup } =
         Pair::shaped(setup, &Shape { options: without_timeout, ..Shape::new(Transport::Rc, mode) });
     let srq = SharedReceiveQueue::new(&a.pd, &a.queue, 4, 1).unwrap();

@@ -7,9 +7,9 @@ use std::thread;
 
 use tokio_rdma::error::{LimitError, ReceiveLengths, TryError};
 use tokio_rdma::memory::{HostMemory, PoolError};
-use tokio_rdma::op::{ConnectOptions, QueuePairBuilder};
+use tokio_rdma::op::{QueuePairBuilder, RetryConfig};
 use tokio_rdma::types::{AckTimeout, Mtu, PortNum, QpAttr, QpState, Rkey, Transport, WcStatus};
-use tokio_rdma::verbs::{Cq, Qp, QpOptions};
+use tokio_rdma::verbs::{Cq, Qp, QpConfig};
 use tokio_rdma::{
     Access, CompletionQueue, ExposedRegion, OpErrorKind, Pool, QueuePair, QueuePairEndpoint,
     RemoteRegion, SetupError, SharedReceiveQueue,
@@ -33,13 +33,13 @@ in_every_mode! {
     short_and_missing_receives_have_their_statuses,
 }
 
-fn with_depth(mode: &str, depth: u32, options: ConnectOptions) -> Pair {
+fn with_depth(mode: &str, depth: u32, options: RetryConfig) -> Pair {
     let build = move |builder: QueuePairBuilder| builder.max_send_wr(depth).max_recv_wr(depth);
     Pair::shaped(Setup::new(), &Shape { build: &build, options, ..Shape::new(Transport::Rc, mode) })
 }
 
 async fn work_over_the_queue_capacity_waits(mode: &str) {
-    let Pair { a, b, .. } = with_depth(mode, 4, ConnectOptions::default());
+    let Pair { a, b, .. } = with_depth(mode, 4, RetryConfig::default());
     let sends: Vec<_> = (0..20_u8).map(|at| a.qp.send(a.buffer(&[at]))).collect();
     let counters = a.qp.send_counters();
     assert_eq!(
@@ -161,7 +161,7 @@ fn is_closed_or_flushed(kind: OpErrorKind) -> bool {
 }
 
 async fn dropped_queue_pair_fails_pending_operations(mode: &str) {
-    let Pair { a, b, .. } = with_depth(mode, 2, ConnectOptions::default());
+    let Pair { a, b, .. } = with_depth(mode, 2, RetryConfig::default());
     let (a_qp, pool) = (a.qp, a.pool);
     let buffer = || pool.copy_from(b"12345678").unwrap();
     let sends: Vec<_> = (0..5).map(|_| a_qp.send(buffer())).collect();
@@ -185,7 +185,7 @@ async fn dropped_queue_pair_fails_pending_operations(mode: &str) {
 }
 
 async fn closed_queue_pair_fails_operations_with_closed(mode: &str) {
-    let Pair { a, b, .. } = with_depth(mode, 2, ConnectOptions::default());
+    let Pair { a, b, .. } = with_depth(mode, 2, RetryConfig::default());
     let sends: Vec<_> = (0..5).map(|_| a.qp.send(a.blank(8))).collect();
     let receives: Vec<_> = (0..5).map(|_| a.qp.recv(a.blank(8))).collect();
     let clone = a.qp.clone();
@@ -210,7 +210,7 @@ async fn closed_queue_pair_fails_operations_with_closed(mode: &str) {
 }
 
 async fn reset_fails_pending_operations(mode: &str) {
-    let Pair { a, b, .. } = with_depth(mode, 2, ConnectOptions::default());
+    let Pair { a, b, .. } = with_depth(mode, 2, RetryConfig::default());
     let sends: Vec<_> = (0..5).map(|_| a.qp.send(a.blank(8))).collect();
     let receives: Vec<_> = (0..5).map(|_| a.qp.recv(a.blank(8))).collect();
     a.qp.modify(&QpAttr::to_state(QpState::Reset)).unwrap();
@@ -246,12 +246,12 @@ fn connect_again(a: &QueuePair, b: &QueuePair) {
         };
         qp.modify(&init).unwrap();
     }
-    connect(a, b, Mtu::Mtu4096, &ConnectOptions::default());
+    connect(a, b, Mtu::Mtu4096, &RetryConfig::default());
 }
 
 // A thread dispatches flushed work, and posts queued work, while another resets the queue pair.
 async fn reset_does_not_wait_for_the_dispatch_of_failures(mode: &str) {
-    let Pair { a, b, .. } = with_depth(mode, 8, ConnectOptions::default());
+    let Pair { a, b, .. } = with_depth(mode, 8, RetryConfig::default());
     for _ in 0..30 {
         let sends: Vec<_> = (0..20).map(|_| a.qp.send(a.blank(8))).collect();
         let done = AtomicBool::new(false);
@@ -342,14 +342,13 @@ async fn short_and_missing_receives_have_their_statuses(mode: &str) {
         within("send", send).await.unwrap_err();
     }
 
-    let Pair { a, b, .. } =
-        with_depth(mode, 4, ConnectOptions { rnr_retry: 1, ..Default::default() });
+    let Pair { a, b, .. } = with_depth(mode, 4, RetryConfig { rnr_retry: 1, ..Default::default() });
     let error = within("send", a.qp.send(())).await.unwrap_err();
     assert_eq!(error.status(), Some(WcStatus::RNR_RETRY_EXC_ERR));
     assert_eq!(b.state(), QpState::Rts);
 
     let options =
-        ConnectOptions { timeout: AckTimeout::from_code(4), retry_count: 1, ..Default::default() };
+        RetryConfig { timeout: AckTimeout::from_code(4), retry_count: 1, ..Default::default() };
     let Pair { a, b, .. } = with_depth(mode, 4, options);
     drop(b);
     let error = within("send", a.qp.send(())).await.unwrap_err();
@@ -361,7 +360,7 @@ fn queued_work_proceeds_without_being_awaited() {
     for mode in ["event", "busy_poll", "hybrid"] {
         for threads in [1, 3] {
             run(threads, mode, async {
-                let Pair { a, b, .. } = with_depth(mode, 4, ConnectOptions::default());
+                let Pair { a, b, .. } = with_depth(mode, 4, RetryConfig::default());
                 let kept: Vec<_> = (0..10_u8).map(|at| a.qp.send(a.buffer(&[at]))).collect();
                 (10..20_u8).for_each(|at| drop(a.qp.send(a.buffer(&[at]))));
                 for at in 0..20 {
@@ -539,7 +538,7 @@ fn foreign_objects_are_refused_by_name() {
         let srq = SharedReceiveQueue::new(&other, &a.queue, 4, 1).unwrap();
         let mixed = QueuePair::builder(&a.pd, &a.queue).shared_receive_queue(&srq).build();
         assert_eq!(mixed.unwrap_err(), foreign("shared receive queue"));
-        let options = QpOptions { transport: Transport::Rc, caps: Options::default().caps };
+        let options = QpConfig { transport: Transport::Rc, caps: Options::default().caps };
         let [own, far] =
             [a.queue.device(), far.device()].map(|device| Cq::new(device, 8, None, 0).unwrap());
         let bare = Qp::new(&a.pd, &own, &far, None, &options);
@@ -574,8 +573,8 @@ fn invalid_connections_are_refused_with_the_reason() {
         "a datagram queue pair has no peer"
     );
     for (field, options) in [
-        ("retry_count", ConnectOptions { retry_count: 8, ..Default::default() }),
-        ("rnr_retry", ConnectOptions { rnr_retry: 8, ..Default::default() }),
+        ("retry_count", RetryConfig { retry_count: 8, ..Default::default() }),
+        ("rnr_retry", RetryConfig { rnr_retry: 8, ..Default::default() }),
     ] {
         let error = rc.connect_with(&rc.endpoint(), &options).unwrap_err();
         assert_eq!(error, SetupError::Limit(LimitError { field, asked: 8, allowed: 7 }));

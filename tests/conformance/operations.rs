@@ -330,7 +330,7 @@ async fn shared_receives_serve_many_queue_pairs(mode: &str) {
                 let builder = tokio_rdma::QueuePair::builder(&pd, &queue).transport(transport);
                 let builder = if transport == Transport::Ud { builder.qkey(QKEY) } else { builder };
                 let qp = builder.build().unwrap();
-                connect(&qp, server, Mtu::Mtu4096, &tokio_rdma::op::ConnectOptions::default());
+                connect(&qp, server, Mtu::Mtu4096, &tokio_rdma::op::RetryConfig::default());
                 (qp, pd)
             })
             .collect();

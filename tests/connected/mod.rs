@@ -8,7 +8,7 @@ use std::panic::resume_unwind;
 use std::thread;
 
 use bytes::Bytes;
-use tokio_rdma::op::ConnectOptions;
+use tokio_rdma::op::RetryConfig;
 use tokio_rdma::software::Network;
 use tokio_rdma::types::AckTimeout;
 use tokio_rdma::{Connection, ConnectionConfig, Device, ProtectionDomain};
@@ -76,7 +76,7 @@ pub fn config() -> ConnectionConfig {
     let config = ConnectionConfig::default().mode(MODE.get().make());
     match torture::hardware() {
         Some(_) => config,
-        None => config.options(patient()),
+        None => config.retries(patient()),
     }
 }
 
@@ -85,16 +85,16 @@ pub fn config() -> ConnectionConfig {
 pub fn config_of_lost_peer() -> ConnectionConfig {
     match torture::hardware() {
         Some(_) => config(),
-        None => config().options(brief()),
+        None => config().retries(brief()),
     }
 }
 
-pub fn patient() -> ConnectOptions {
-    ConnectOptions { timeout: AckTimeout::from_code(17), retry_count: 6, ..Default::default() }
+pub fn patient() -> RetryConfig {
+    RetryConfig { timeout: AckTimeout::from_code(17), retry_count: 6, ..Default::default() }
 }
 
-pub fn brief() -> ConnectOptions {
-    ConnectOptions { timeout: AckTimeout::from_code(10), retry_count: 3, ..Default::default() }
+pub fn brief() -> RetryConfig {
+    RetryConfig { timeout: AckTimeout::from_code(10), retry_count: 3, ..Default::default() }
 }
 
 pub fn pair(config: &ConnectionConfig) -> (Connection, Connection) {

@@ -16,8 +16,8 @@ use crate::torture::{
     self, Flavour, HANG, LONG, Mode, bounded, eventually, hardware, scaled, soon,
 };
 use tokio_rdma::cm::{
-    self, CmConnection, ConnectAttempt, ConnectError, ConnectStep, ConnectionOptions,
-    ConnectionRequest, Disconnection, ListenOptions, Listener, RejectReason,
+    self, CmConnection, ConnectAttempt, ConnectConfig, ConnectError, ConnectStep,
+    ConnectionRequest, Disconnection, ListenConfig, Listener, RejectReason,
 };
 use tokio_rdma::error::LimitError;
 use tokio_rdma::op::QueuePairBuilder;
@@ -70,7 +70,7 @@ impl Side {
     async fn connect(
         &self,
         to: SocketAddr,
-        options: &ConnectionOptions,
+        options: &ConnectConfig,
     ) -> Result<(QueuePair, CmConnection), ConnectError> {
         cm::connect(&self.device, to, options, |route| route.prepare(self.builder()).build()).await
     }
@@ -78,7 +78,7 @@ impl Side {
     async fn accept(
         &self,
         request: ConnectionRequest,
-        options: &ConnectionOptions,
+        options: &ConnectConfig,
     ) -> Result<(QueuePair, CmConnection), ConnectError> {
         let queue_pair = request.prepare(self.builder()).build().unwrap();
         let link = request.accept(&queue_pair, options).await?;
@@ -141,13 +141,13 @@ fn state(queue_pair: &QueuePair) -> QpState {
 
 /// Connects two sides and returns the active end and the passive end.
 async fn connected(a: &Side, b: &Side) -> ((QueuePair, CmConnection), (QueuePair, CmConnection)) {
-    connected_with(a, b, &ConnectionOptions::default()).await
+    connected_with(a, b, &ConnectConfig::default()).await
 }
 
 async fn connected_with(
     a: &Side,
     b: &Side,
-    options: &ConnectionOptions,
+    options: &ConnectConfig,
 ) -> ((QueuePair, CmConnection), (QueuePair, CmConnection)) {
     let listener = b.listen().await;
     let passive = async { b.accept(listener.accept().await?, options).await };
@@ -175,11 +175,11 @@ fn connect_exchanges_private_data_and_yields_working_queue_pairs() {
             assert!(request.private_data()[8..].iter().all(|&byte| byte == 0));
             assert_eq!((request.peer_addr().ip(), request.local_addr()), (a.ip(), address));
             assert!(request.reads_issued() > 0 && request.reads_served() > 0);
-            b.accept(request, &ConnectionOptions::default().private_data(*b"answer").reads(3))
+            b.accept(request, &ConnectConfig::default().private_data(*b"answer").reads(3))
                 .await
                 .unwrap()
         };
-        let options = ConnectionOptions::default().private_data(*b"question");
+        let options = ConnectConfig::default().private_data(*b"question");
         let active = async { a.connect(address, &options).await.unwrap() };
         let ((ours, link), (theirs, other)) =
             soon("connection", async { tokio::join!(active, passive) }).await;
@@ -208,7 +208,7 @@ fn connect_without_a_listener_is_refused() {
         let (a, b) = sides();
         let address = b.listen().await.local_addr();
         // The listener is dropped, so its address is unused.
-        let options = ConnectionOptions::default();
+        let options = ConnectConfig::default();
         let route = cm::resolve(&a.device, address).await.unwrap();
         let queue_pair = route.prepare(a.builder()).build().unwrap();
         let error = soon("refusal", route.connect(&queue_pair, &options)).await.unwrap_err();
@@ -224,7 +224,7 @@ fn rejected_or_dropped_request_notifies_the_peer() {
     run("rejected", || async {
         let (a, b) = sides();
         let listener = b.listen().await;
-        let options = ConnectionOptions::default();
+        let options = ConnectConfig::default();
         let passive = async {
             listener.accept().await.unwrap().reject(b"not today").await.unwrap();
             drop(listener.accept().await.unwrap());
@@ -326,7 +326,7 @@ fn each_connect_error_names_the_address_and_the_step() {
         let (taken, foreign) =
             (listener.local_addr(), "192.0.2.1:7471".parse::<SocketAddr>().unwrap());
         let unused = SocketAddr::new(taken.ip(), if taken.port() == 1 { 2 } else { 1 });
-        let options = ConnectionOptions::default();
+        let options = ConnectConfig::default();
         let failing =
             cm::connect(&a.device, taken, &options, |_| Err(SetupError::Closed)).await.map(drop);
         let datagram =
@@ -364,7 +364,7 @@ fn device_within_a_process_names_the_remedy_without_a_listener() {
     run("wrong device", || async {
         let (a, _) = of_network(&Network::new());
         let (device, options, config) =
-            (&a.device, ConnectionOptions::default(), ConnectionConfig::default());
+            (&a.device, ConnectConfig::default(), ConnectionConfig::default());
         // The listener would be one of another process.
         for address in ["127.0.0.1:7471", "[::1]:7471", "192.0.2.1:7471"] {
             let address: SocketAddr = address.parse().unwrap();
@@ -414,7 +414,7 @@ fn unassigned_address_is_unreachable() {
 fn source_address_is_seen_by_the_peer_or_refused() {
     run("source", || async {
         let (a, b) = sides();
-        let (listener, options) = (b.listen().await, ConnectionOptions::default());
+        let (listener, options) = (b.listen().await, ConnectConfig::default());
         let address = listener.local_addr();
         let passive = async {
             let request = listener.accept().await.unwrap();
@@ -457,23 +457,21 @@ fn connect_without_an_answer_times_out() {
         let after = Duration::from_millis(300);
         let route = cm::resolve(&a.device, listener.local_addr()).await.unwrap();
         let queue_pair = route.prepare(a.builder()).build().unwrap();
-        let error = soon(
-            "deadline",
-            route.connect(&queue_pair, &ConnectionOptions::default().timeout(after)),
-        )
-        .await
-        .unwrap_err();
+        let error =
+            soon("deadline", route.connect(&queue_pair, &ConnectConfig::default().timeout(after)))
+                .await
+                .unwrap_err();
         let address = listener.local_addr();
         assert_eq!(error, ConnectError::TimedOut { address, step: ConnectStep::Response, after });
         assert_eq!(state(&queue_pair), QpState::Err);
         // The first request is cancelled.
-        let options = ConnectionOptions::default().private_data(*b"second");
+        let options = ConnectConfig::default().private_data(*b"second");
         let passive = async {
             loop {
                 // The cancellation may arrive after the request was accepted.
                 let request = listener.accept().await.unwrap();
                 if request.private_data().starts_with(b"second") {
-                    break b.accept(request, &ConnectionOptions::default()).await.unwrap();
+                    break b.accept(request, &ConnectConfig::default()).await.unwrap();
                 }
             }
         };
@@ -489,7 +487,7 @@ fn cancelled_request_cannot_be_accepted() {
         let listener = b.listen().await;
         let route = cm::resolve(&a.device, listener.local_addr()).await.unwrap();
         let ours = route.prepare(a.builder()).build().unwrap();
-        let options = ConnectionOptions::default();
+        let options = ConnectConfig::default();
         let request = {
             let mut connecting = std::pin::pin!(route.connect(&ours, &options));
             tokio::select! {
@@ -520,7 +518,7 @@ fn dropped_accepts_lose_no_request_and_reject_once_begun() {
             let waiting = tokio::time::timeout(Duration::ZERO, listener.accept());
             assert!(waiting.await.is_err(), "no request was sent");
         }
-        let options = ConnectionOptions::default();
+        let options = ConnectConfig::default();
         let active = a.connect(listener.local_addr(), &options);
         let passive = async {
             let request = loop {
@@ -617,7 +615,7 @@ fn dropped_connection_disconnects_the_peer() {
 fn dropped_listener_rejects_requests_and_keeps_connections() {
     run("listener", || async {
         let (a, b) = sides();
-        let (listener, options) = (b.listen().await, ConnectionOptions::default());
+        let (listener, options) = (b.listen().await, ConnectConfig::default());
         let address = listener.local_addr();
         let passive = async { b.accept(listener.accept().await?, &options).await };
         let (active, passive) =
@@ -661,7 +659,7 @@ fn unsuitable_private_data_and_queue_pairs_are_refused_unchanged() {
         let route = to().await.unwrap();
         let queue_pair = fresh(&route);
         let error = route
-            .connect(&queue_pair, &ConnectionOptions::default().private_data([1; 57]))
+            .connect(&queue_pair, &ConnectConfig::default().private_data([1; 57]))
             .await
             .unwrap_err();
         assert!(
@@ -671,13 +669,13 @@ fn unsuitable_private_data_and_queue_pairs_are_refused_unchanged() {
 
         let route = to().await.unwrap();
         let datagrams = route.prepare(a.builder()).transport(Transport::Ud).build().unwrap();
-        let error = route.connect(&datagrams, &ConnectionOptions::default()).await.unwrap_err();
+        let error = route.connect(&datagrams, &ConnectConfig::default()).await.unwrap_err();
         let property = "transports of the queue pair and the connection manager";
         assert!(is_mismatch(&error, Some(property)), "{error:?}");
 
         let route = to().await.unwrap();
         queue_pair.modify(&QpAttr::to_state(QpState::Err)).unwrap();
-        let error = route.connect(&queue_pair, &ConnectionOptions::default()).await.unwrap_err();
+        let error = route.connect(&queue_pair, &ConnectConfig::default()).await.unwrap_err();
         let expected = TransitionError::NotInState { claimed: QpState::Init, actual: QpState::Err };
         let attempt = Some(ConnectAttempt { step: ConnectStep::Prepare, address });
         let prepare = |error: SetupError| ConnectError::Setup { attempt, error: error.into() };
@@ -685,7 +683,7 @@ fn unsuitable_private_data_and_queue_pairs_are_refused_unchanged() {
 
         let route = to().await.unwrap();
         let foreign = b.builder().build().unwrap();
-        let error = route.connect(&foreign, &ConnectionOptions::default()).await.unwrap_err();
+        let error = route.connect(&foreign, &ConnectConfig::default()).await.unwrap_err();
         assert_eq!(error, prepare(SetupError::Foreign { what: "queue pair" }));
         let route = to().await.unwrap();
         let (port, gid) = a.device.default_path().unwrap();
@@ -693,8 +691,7 @@ fn unsuitable_private_data_and_queue_pairs_are_refused_unchanged() {
             None => assert!(hardware().is_none() || port.gids.len() == 1),
             Some(other) => {
                 let elsewhere = a.builder().source(route.port(), other.index).build().unwrap();
-                let error =
-                    route.connect(&elsewhere, &ConnectionOptions::default()).await.unwrap_err();
+                let error = route.connect(&elsewhere, &ConnectConfig::default()).await.unwrap_err();
                 assert!(is_mismatch(&error, None), "{error:?}");
             }
         }
@@ -703,8 +700,8 @@ fn unsuitable_private_data_and_queue_pairs_are_refused_unchanged() {
     });
 }
 
-fn probing(interval: Duration) -> ConnectionOptions {
-    ConnectionOptions::default().transport(connected::patient()).keepalive(Some(interval))
+fn probing(interval: Duration) -> ConnectConfig {
+    ConnectConfig::default().retries(connected::patient()).keepalive(Some(interval))
 }
 
 #[test]
@@ -712,7 +709,7 @@ fn keepalive_detects_a_lost_peer_of_an_idle_connection() {
     run("keepalive", || async {
         let network = Network::new();
         let (a, b) = of_network(&network);
-        let (listener, plain) = (b.listen().await, ConnectionOptions::default());
+        let (listener, plain) = (b.listen().await, ConnectConfig::default());
         let options = probing(Duration::from_millis(20));
         let passive = async { b.accept(listener.accept().await?, &plain).await };
         let ends = async { tokio::try_join!(a.connect(listener.local_addr(), &options), passive) };
@@ -742,7 +739,7 @@ fn refused_keepalive_probe_disconnects_with_probe_failed() {
         let passive = async {
             let request = listener.accept().await?;
             let qp = request.prepare(closed(&b)).build()?;
-            request.accept(&qp, &ConnectionOptions::default()).await.map(|link| (qp, link))
+            request.accept(&qp, &ConnectConfig::default()).await.map(|link| (qp, link))
         };
         let ends = async { tokio::try_join!(a.connect(listener.local_addr(), &options), passive) };
         let ((ours, link), (_theirs, _peer)) = soon("connection", ends).await.unwrap();
@@ -756,7 +753,7 @@ fn keepalive_ends_the_connection_after_other_work_failed() {
     run("keepalive behind work", || async {
         let network = Network::new();
         let (a, b) = of_network(&network);
-        let (listener, plain) = (b.listen().await, ConnectionOptions::default());
+        let (listener, plain) = (b.listen().await, ConnectConfig::default());
         let options = probing(Duration::from_millis(20));
         let passive = async { b.accept(listener.accept().await?, &plain).await };
         let ends = async { tokio::try_join!(a.connect(listener.local_addr(), &options), passive) };
@@ -783,7 +780,7 @@ fn keepalive_detects_a_queue_pair_broken_by_the_peer() {
     run("keepalive of a broken queue pair", || async {
         let network = Network::new();
         let (a, b) = of_network(&network);
-        let (listener, plain) = (b.listen().await, ConnectionOptions::default());
+        let (listener, plain) = (b.listen().await, ConnectConfig::default());
         let options = probing(Duration::from_millis(20));
         let passive = async { b.accept(listener.accept().await?, &options).await };
         let ends = async { tokio::try_join!(a.connect(listener.local_addr(), &plain), passive) };
@@ -835,12 +832,11 @@ fn invalid_keepalive_settings_are_refused_by_name() {
         let (a, b) = of_network(&Network::new());
         let listener = b.listen().await;
         let refused = async |interval, builder: QueuePairBuilder, timeout: u8| {
-            let transport = tokio_rdma::op::ConnectOptions {
+            let transport = tokio_rdma::op::RetryConfig {
                 timeout: AckTimeout::from_code(timeout),
                 ..Default::default()
             };
-            let options =
-                ConnectionOptions::default().transport(transport).keepalive(Some(interval));
+            let options = ConnectConfig::default().retries(transport).keepalive(Some(interval));
             let to = listener.local_addr();
             let asked = cm::connect(&a.device, to, &options, |route| {
                 route.prepare(builder.clone()).build()
@@ -870,7 +866,7 @@ fn invalid_connection_settings_are_refused_and_not_adjusted() {
     run("settings", || async {
         let (a, b) = sides();
         let none =
-            Listener::bind_with(&b.device, b.address(), &ListenOptions::default().backlog(0)).await;
+            Listener::bind_with(&b.device, b.address(), &ListenConfig::default().backlog(0)).await;
         let least = SetupError::TooSmall { field: "backlog", asked: 0, least: 1 };
         assert_eq!(
             none.map(drop).unwrap_err(),
@@ -879,14 +875,14 @@ fn invalid_connection_settings_are_refused_and_not_adjusted() {
         let attr = a.device.attr();
         let most = attr.max_qp_rd_atom.min(attr.max_qp_init_rd_atom);
         let listener = b.listen().await;
-        let too_many = ConnectionOptions::default().reads(most + 1);
+        let too_many = ConnectConfig::default().reads(most + 1);
         let refused = LimitError { field: "reads", asked: (most + 1).into(), allowed: most.into() };
         let error = soon("refusal", a.connect(listener.local_addr(), &too_many))
             .await
             .map(drop)
             .unwrap_err();
         assert_eq!(error, ConnectError::Limit(refused));
-        let options = ConnectionOptions::default().reads(most);
+        let options = ConnectConfig::default().reads(most);
         let passive = async { b.accept(listener.accept().await?, &options).await };
         let ends = async { tokio::try_join!(a.connect(listener.local_addr(), &options), passive) };
         let ((ours, _link), _theirs) = soon("connection", ends).await.unwrap();
@@ -909,10 +905,10 @@ fn thousand_simultaneous_connects_are_each_accepted_once() {
 
 async fn storm(count: u32, backlog: u32) {
     let (a, b) = sides();
-    let options = ListenOptions::default().backlog(backlog);
+    let options = ListenConfig::default().backlog(backlog);
     let listener = Arc::new(Listener::bind_with(&b.device, b.address(), &options).await.unwrap());
     let address = listener.local_addr();
-    let patient = ConnectionOptions::default().timeout(HANG);
+    let patient = ConnectConfig::default().timeout(HANG);
     let acceptors: Vec<_> = (0..8)
         .map(|_| {
             let (listener, b, patient) = (listener.clone(), b.clone(), patient.clone());
@@ -976,7 +972,7 @@ fn host_names_and_ipv6_addresses_reach_the_listener() {
             let own = bound.contains("[::]") || bound.starts_with("0.0.0.0");
             let of_device = b.ip().to_string();
             for host in hosts.iter().copied().chain(own.then_some(of_device.as_str())) {
-                let options = ConnectionOptions::default();
+                let options = ConnectConfig::default();
                 let passive =
                     async { b.accept(listener.accept().await.unwrap(), &options).await.unwrap() };
                 let active = async {
@@ -1000,7 +996,7 @@ fn host_names_and_ipv6_addresses_reach_the_listener() {
             }
         }
         // Nearly always, the time is over before the other thread has the answer.
-        let options = ConnectionOptions::default().resolve_timeout(Duration::ZERO);
+        let options = ConnectConfig::default().resolve_timeout(Duration::ZERO);
         let host = "no.such.host.invalid:1";
         let late = async {
             loop {
@@ -1021,7 +1017,7 @@ fn lost_device_ends_listeners_connections_and_handshakes() {
         let network = Network::new();
         let (a, b) = of_network(&network);
         // Both the handshake and the disconnect of the active device wait as long for an answer.
-        let options = ConnectionOptions::default().timeout(Duration::from_secs(3));
+        let options = ConnectConfig::default().timeout(Duration::from_secs(3));
         let ((_ours, link), (_theirs, other)) = connected_with(&a, &b, &options).await;
         let listener = b.listen().await;
         let route = cm::resolve(&a.device, listener.local_addr()).await.unwrap();
@@ -1072,7 +1068,7 @@ fn connections_are_established_despite_packet_faults() {
             let (a, b) = of_network(&network);
             let listener = Arc::new(b.listen().await);
             let (address, options) =
-                (listener.local_addr(), ConnectionOptions::default().timeout(HANG));
+                (listener.local_addr(), ConnectConfig::default().timeout(HANG));
             let passive = {
                 let (listener, b, options) = (listener.clone(), b.clone(), options.clone());
                 tokio::spawn(async move {
@@ -1131,7 +1127,7 @@ fn repeated_connections_leak_no_descriptor_or_address() {
             let (a, b) = sides();
             let (a, b) = (Side::with_capacity(&a.device, 64), Side::with_capacity(&b.device, 64));
             let listener = b.listen().await;
-            let (address, options) = (listener.local_addr(), ConnectionOptions::default());
+            let (address, options) = (listener.local_addr(), ConnectConfig::default());
             let descriptors = || std::fs::read_dir("/proc/self/fd").unwrap().count();
             let mut before = None;
             for round in 0..scaled(1000) {
@@ -1174,7 +1170,7 @@ fn cancelled_connects_and_accepts_hang_nothing_and_fail_their_queue_pairs() {
                 let (a, b) =
                     (Side::with_capacity(&a.device, 64), Side::with_capacity(&b.device, 64));
                 let listener = b.listen().await;
-                let (address, options) = (listener.local_addr(), ConnectionOptions::default());
+                let (address, options) = (listener.local_addr(), ConnectConfig::default());
                 let mut outcomes = [0; 2];
                 for _ in 0..scaled(400) {
                     let mut moment = |most: u64| Duration::from_micros(random.u64(..most));
@@ -1218,7 +1214,7 @@ fn cancelled_connects_and_accepts_hang_nothing_and_fail_their_queue_pairs() {
                         }
                     }
                 };
-                let last = ConnectionOptions::default().private_data(*b"last");
+                let last = ConnectConfig::default().private_data(*b"last");
                 let (ours, theirs) =
                     soon("last", async { tokio::join!(a.connect(address, &last), late) }).await;
                 a.exchange(&ours.unwrap().0, &b, &theirs.0).await;
@@ -1287,7 +1283,7 @@ fn connection_futures_are_send() {
     fn sync<T: Send + Sync + Unpin>() {}
     sync::<(Listener, ConnectionRequest, cm::Route, CmConnection, ConnectError)>();
     let (a, _) = of_network(&Network::new());
-    let options = ConnectionOptions::default();
+    let options = ConnectConfig::default();
     send(cm::connect(&a.device, b_address(), &options, |route| route.prepare(a.builder()).build()));
     send(Listener::bind(&a.device, b_address()));
 }

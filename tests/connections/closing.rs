@@ -12,7 +12,7 @@ use crate::torture::{
 };
 use futures::{FutureExt, StreamExt};
 use tokio::time::timeout;
-use tokio_rdma::op::ConnectOptions;
+use tokio_rdma::op::RetryConfig;
 use tokio_rdma::software::Network;
 use tokio_rdma::types::{AckTimeout, WcStatus};
 use tokio_rdma::{
@@ -347,7 +347,7 @@ fn abort_closes_both_ends_with_work_in_flight() {
         let config = match hardware() {
             Some(_) => config,
             // A live peer must not exceed its retries on the slow network.
-            None => config.options(ConnectOptions {
+            None => config.retries(RetryConfig {
                 timeout: AckTimeout::from_code(18),
                 retry_count: 1,
                 ..Default::default()
@@ -477,8 +477,8 @@ fn abort_ends_unanswered_operations() {
         let network = Network::new();
         let [(_, a_pd), (_two, b_pd)] = two(&network);
         // Without an ACK timeout, only an abort ends the operations.
-        let options = ConnectOptions { timeout: AckTimeout::from_code(0), ..Default::default() };
-        let config = config().keepalive(None).options(options);
+        let options = RetryConfig { timeout: AckTimeout::from_code(0), ..Default::default() };
+        let config = config().keepalive(None).retries(options);
         let (a, b) = pair_in(&a_pd, &b_pd, &config, &config);
         let remote = grant_of(&b);
         network.control("two").unwrap().set_port(false);
@@ -514,9 +514,8 @@ fn abort_ends_queued_work_after_its_runtime_is_dropped() {
             let network = Network::new();
             let [(_, a_pd), (_two, b_pd)] = two(&network);
             // Without an ACK timeout, only closing the queue pair frees slots.
-            let options =
-                ConnectOptions { timeout: AckTimeout::from_code(0), ..Default::default() };
-            let config = config().keepalive(None).options(options).max_send_wr(4);
+            let options = RetryConfig { timeout: AckTimeout::from_code(0), ..Default::default() };
+            let config = config().keepalive(None).retries(options).max_send_wr(4);
             let (first, second) =
                 (Flavour::CurrentThread.runtime(), Flavour::CurrentThread.runtime());
             let pool = Pool::new(&a_pd, 64, 16).unwrap();

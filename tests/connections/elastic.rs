@@ -145,7 +145,7 @@ async fn grow_and_shrink(mode: Mode, seed: u64) {
     // All peers live here, but a thread may not run for longer than `config` permits.
     let config = match torture::hardware() {
         Some(_) => config,
-        None => config.options(torture::impatient()),
+        None => config.retries(torture::impatient()),
     };
     let (a, b) = pair(&config);
     let talk = async |from: &Connection, to: &Connection, seed: u64| {

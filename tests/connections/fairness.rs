@@ -344,7 +344,7 @@ fn events_that_are_always_ready_let_other_tasks_run() {
         let (_, pd) = (&device, device.protection_domain().unwrap());
         let queue = CompletionQueue::new(&device, CompletionMode::Event).unwrap();
         let listener = cm::Listener::bind(&device, any_port()).await.unwrap();
-        let options = cm::ConnectionOptions::default();
+        let options = cm::ConnectConfig::default();
         let active = cm::connect(&device, listener.local_addr(), &options, |route| {
             route.prepare(QueuePair::builder(&pd, &queue)).build()
         });

@@ -508,7 +508,7 @@ fn invalid_handshakes_are_refused_at_both_ends() {
         let accepting = tokio::spawn(async move { (listener.accept().await.unwrap(), listener) });
         let queue = CompletionQueue::new(&client, CompletionMode::Event).unwrap();
         for (bytes, what) in bad {
-            let options = cm::ConnectionOptions::default().private_data(bytes);
+            let options = cm::ConnectConfig::default().private_data(bytes);
             let make =
                 |route: &cm::Route| route.prepare(QueuePair::builder(&client_pd, &queue)).build();
             let refused = soon("reject", cm::connect(&client, address, &options, make)).await;
@@ -528,7 +528,7 @@ fn invalid_handshakes_are_refused_at_both_ends() {
         let make =
             |route: &cm::Route| route.prepare(QueuePair::builder(&client_pd, &queue)).build();
         let plain =
-            soon("reject", cm::connect(&client, address, &cm::ConnectionOptions::default(), make))
+            soon("reject", cm::connect(&client, address, &cm::ConnectConfig::default(), make))
                 .await
                 .unwrap_err();
         let (text, expected) =
@@ -545,7 +545,7 @@ fn invalid_handshakes_are_refused_at_both_ends() {
         let serving = async |answer: &str| {
             let request = other.accept().await.unwrap();
             let qp = request.prepare(QueuePair::builder(&pd, &server_queue)).build().unwrap();
-            drop(request.accept(&qp, &cm::ConnectionOptions::default().private_data(answer)).await);
+            drop(request.accept(&qp, &cm::ConnectConfig::default().private_data(answer)).await);
         };
         let config = config();
         let connecting = || Connection::connect_with(&client, address, &config);

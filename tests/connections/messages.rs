@@ -21,7 +21,7 @@ use tokio::runtime::Builder;
 use tokio::sync::watch;
 use tokio::time::timeout;
 use tokio_rdma::connection::{Handshake, HandshakeError};
-use tokio_rdma::op::ConnectOptions;
+use tokio_rdma::op::RetryConfig;
 use tokio_rdma::software::{Faults, LinkCounters, Network};
 use tokio_rdma::types::Gid;
 use tokio_rdma::{
@@ -307,7 +307,7 @@ fn offered_message_is_fetched_although_the_runtime_of_its_receiver_stands_still(
             let network = Network::new();
             let [(_, one), (_, other)] = two(&network);
             let (a, b) = drivers.block_on(async {
-                let config = config().mode(mode.make()).options(ConnectOptions::default());
+                let config = config().mode(mode.make()).retries(RetryConfig::default());
                 // The driver wakes neither to ask the peer nor to shrink buffers.
                 let config = config.keepalive(None).preallocate(true);
                 let (a, b) = pair_in(&one, &other, &config, &config);
@@ -1043,11 +1043,11 @@ fn invalid_settings_are_refused_by_name() {
         assert_eq!(large(config().max_inline(attr.max_inline + 1)), "max_inline");
         assert_eq!(large(config().max_message(u64::MAX)), "max_message");
         assert_eq!(
-            large(config().options(ConnectOptions { retry_count: 8, ..Default::default() })),
+            large(config().retries(RetryConfig { retry_count: 8, ..Default::default() })),
             "retry_count"
         );
         assert_eq!(
-            large(config().options(ConnectOptions { rnr_retry: 8, ..Default::default() })),
+            large(config().retries(RetryConfig { rnr_retry: 8, ..Default::default() })),
             "rnr_retry"
         );
         let queue = CompletionQueue::builder(&device)
@@ -1088,7 +1088,7 @@ fn oversized_user_data_and_invalid_settings_are_refused_before_connecting() {
             .await
             .unwrap();
         assert_eq!((&a.user_data()[..], &b.user_data()[..]), (&[7; 172][..], &[7; 32][..]));
-        let settings = config().options(ConnectOptions { retry_count: 8, ..Default::default() });
+        let settings = config().retries(RetryConfig { retry_count: 8, ..Default::default() });
         match Listener::bind_with(&device, connected::address(&device), &settings).await {
             Err(EstablishError::Setup(SetupError::Limit(limit))) => {
                 assert_eq!(limit.field, "retry_count")
@@ -1421,7 +1421,7 @@ async fn silent(
         .encode(b"silent")
         .unwrap();
     let mut connecting = Box::pin(async move {
-        let options = cm::ConnectionOptions::default().timeout(HANG).private_data(hello);
+        let options = cm::ConnectConfig::default().timeout(HANG).private_data(hello);
         route.connect(&qp, &options).await
     });
     // One poll sends the request. Nothing confirms the reply.

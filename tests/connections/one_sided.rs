@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 use crate::connected::{self, assert_ready, config, modes, pair, pair_in, pattern, recv, two};
 use crate::torture::{LONG, Mode, device, eventually, keeps_fences, scaled, soon};
 use tokio_rdma::error::{LimitError, Outcome};
-use tokio_rdma::op::ConnectOptions;
+use tokio_rdma::op::RetryConfig;
 use tokio_rdma::software::{Faults, Network};
 use tokio_rdma::types::WcStatus;
 use tokio_rdma::{
@@ -335,7 +335,7 @@ fn deadline_of_a_read_closes_the_connection_with_its_reason() {
         let network = Network::new();
         network.set_faults(Faults::none());
         let [(_, a_pd), (_, b_pd)] = two(&network);
-        let config = config().options(ConnectOptions::default());
+        let config = config().retries(RetryConfig::default());
         let (a, b) = pair_in(&a_pd, &b_pd, &config, &config);
         let (region, remote) = exposed(&b, 1);
         region.write(0, &[1; BLOCK]).unwrap();

@@ -74,7 +74,7 @@ fn bytes_of_a_buffer_are_sent_from_its_memory() {
     run("without a copy", || async {
         let network = Network::new();
         let [(_, one), (_, other)] = two(&network);
-        let config = config().preallocate(true).options(torture::impatient());
+        let config = config().preallocate(true).retries(torture::impatient());
         let (a, b) = pair_in(&one, &other, &config, &config);
         let pool = Pool::new(&one, 8192, 8).unwrap();
         let message =

@@ -495,7 +495,7 @@ fn peer_that_is_gone_is_an_error_and_not_the_end() {
         let network = Network::new();
         let devices = ["lost", "left"].map(|name| Device::software_in(&network, name).unwrap());
         let config = config()
-            .options(brief())
+            .retries(brief())
             .keepalive(Some((Duration::from_secs(1), Duration::from_secs(1))));
         let listener = RdmaListener::bind_with(&devices[0], "127.0.0.1:0", &config).await.unwrap();
         let address = listener.local_addr().unwrap();
@@ -634,7 +634,7 @@ async fn connect_peer(
 ) -> Result<Peer, cm::ConnectError> {
     let pd = device.protection_domain().unwrap();
     let queue = CompletionQueue::new(device, CompletionMode::Event).unwrap();
-    let options = cm::ConnectionOptions::default().private_data(hello);
+    let options = cm::ConnectConfig::default().private_data(hello);
     let make = |route: &cm::Route| route.prepare(QueuePair::builder(&pd, &queue)).build();
     let (qp, link) = soon("connect", cm::connect(device, address, &options, make)).await?;
     Ok(Peer { qp, pool: Pool::new(&pd, 8192, 4).unwrap(), _link: link })
@@ -743,7 +743,7 @@ fn other_content_is_refused_with_a_text_that_says_so() {
             let queue = CompletionQueue::new(&device, CompletionMode::Event).unwrap();
             let request = other.accept().await.unwrap();
             let qp = request.prepare(QueuePair::builder(&pd, &queue)).build().unwrap();
-            drop(request.accept(&qp, &cm::ConnectionOptions::default()).await);
+            drop(request.accept(&qp, &cm::ConnectConfig::default()).await);
         };
         let connecting = RdmaStream::connect_with(&device, address, &config);
         let (refused, ()) = soon("refusal", async { tokio::join!(connecting, serving) }).await;

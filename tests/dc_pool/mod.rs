@@ -11,7 +11,7 @@ use std::task::{Context, Poll, Waker};
 
 use tokio_rdma::dc::{DcPolicy, DcPool, DcPoolPeer, DcTarget};
 use tokio_rdma::memory::HostMemory;
-use tokio_rdma::op::ConnectOptions;
+use tokio_rdma::op::RetryConfig;
 use tokio_rdma::types::{AckTimeout, RnrTimer};
 use tokio_rdma::{
     Access, BufMut, CompletionQueue, Device, ExposedRegion, Pool, ProtectionDomain, RemoteRegion,
@@ -31,8 +31,8 @@ pub(crate) fn setup(test: &str) -> Option<Setup> {
 
 /// Returns options with a short ACK timeout but unlimited RNR retries, so that a missing receive
 /// keeps an initiator busy. Over UDP, answers wait for a thread.
-fn options() -> ConnectOptions {
-    ConnectOptions {
+fn options() -> RetryConfig {
+    RetryConfig {
         timeout: AckTimeout::from_code(match crate::wire() {
             crate::common::Wire::Memory => 10,
             _ => 17,
@@ -59,7 +59,7 @@ impl Home {
 
     pub(crate) fn pool(&self, initiators: usize, policy: DcPolicy) -> DcPool {
         let builder = DcPool::builder(&self.pd, &self.queue).initiators(initiators).policy(policy);
-        builder.initiator(|each| each.options(options()).max_send_wr(64)).build().unwrap()
+        builder.initiator(|each| each.retries(options()).max_send_wr(64)).build().unwrap()
     }
 
     pub(crate) fn buffer(&self, bytes: &[u8]) -> BufMut {

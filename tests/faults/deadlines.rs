@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 
 use fastrand::Rng;
 use tokio_rdma::error::Outcome;
-use tokio_rdma::op::{BatchOp, ConnectOptions, DeadlineError, Lease, Read, Recv, Revocable, Write};
+use tokio_rdma::op::{BatchOp, DeadlineError, Lease, Read, Recv, RetryConfig, Revocable, Write};
 use tokio_rdma::software::{Faults, Network};
 use tokio_rdma::types::{AckTimeout, Mtu, QpAttr, QpState, WcStatus};
 use tokio_rdma::{
@@ -48,7 +48,7 @@ impl Side {
     }
 }
 
-fn connect(ends: [&QueuePair; 2], mtu: Mtu, options: &ConnectOptions) {
+fn connect(ends: [&QueuePair; 2], mtu: Mtu, options: &RetryConfig) {
     for (from, to) in [(ends[0], ends[1]), (ends[1], ends[0])] {
         let mut endpoint = to.endpoint();
         endpoint.mtu = mtu;
@@ -209,10 +209,8 @@ fn run(seed: u64, tally: &Tally) {
     let readable = ExposedRegion::new(&b.pd, noise()[..2 * LARGEST].to_vec(), Access::REMOTE_READ);
     let readable = readable.unwrap();
     let mtu = [Mtu::Mtu256, Mtu::Mtu1024, Mtu::Mtu4096][random.usize(..3)];
-    let options = ConnectOptions {
-        timeout: AckTimeout::from_code(random.u8(8..22)),
-        ..ConnectOptions::default()
-    };
+    let options =
+        RetryConfig { timeout: AckTimeout::from_code(random.u8(8..22)), ..RetryConfig::default() };
     let mut run = Run { network: &network, tally, random, returned: Vec::new() };
     // Late packets find the queue pairs of all rounds.
     let (mut alive, mut silent): (Vec<[QueuePair; 2]>, Vec<Recv<BufMut>>) = Default::default();
@@ -304,7 +302,7 @@ async fn race(mode: fn() -> CompletionMode, seed: u64) {
             let builder = QueuePair::builder(&side.pd, &side.queue);
             builder.max_send_wr(4).max_recv_wr(4).build().unwrap()
         });
-        connect([&ends[0], &ends[1]], Mtu::Mtu1024, &ConnectOptions::default());
+        connect([&ends[0], &ends[1]], Mtu::Mtu1024, &RetryConfig::default());
         let receive = ends[0].recv(a.blank(LEN));
         let read = ends[0].read(a.blank(LEN), readable.grant());
         drop(ends[1].send(b.pool.copy_from(&bytes).unwrap()));

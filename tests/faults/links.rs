@@ -4,7 +4,7 @@
 
 use std::time::Duration;
 
-use tokio_rdma::op::ConnectOptions;
+use tokio_rdma::op::RetryConfig;
 use tokio_rdma::software::{Faults, Network};
 use tokio_rdma::types::{
     AckTimeout, Data, QpState, RecvWr, SendFlags, SendOp, SendWr, Transport, WcStatus, WrId,
@@ -130,7 +130,7 @@ fn dead_link_fails_within_the_retry_time() {
 
 #[test]
 fn default_options_outlast_five_seconds_and_repair_a_loss_in_less_than_a_tenth() {
-    let ConnectOptions { timeout, retry_count, .. } = ConnectOptions::default();
+    let RetryConfig { timeout, retry_count, .. } = RetryConfig::default();
     let pair = Pair::new(Terms { timeout, retry_count, ..Terms::usual() });
     for round in 0..3 {
         pair.network.set_loss(1.0);

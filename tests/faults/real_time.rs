@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use tokio_rdma::memory::HostMemory;
-use tokio_rdma::op::ConnectOptions;
+use tokio_rdma::op::RetryConfig;
 use tokio_rdma::software::{Faults, Network};
 use tokio_rdma::types::{AckTimeout, RnrTimer, WcStatus};
 use tokio_rdma::{
@@ -57,10 +57,10 @@ async fn both_directions(mode: fn() -> CompletionMode, seed: u64) {
     let faults = Faults::none().loss(0.03).duplicate(0.03).reorder(0.03).corrupt(0.03).delay(delay);
     let network = Network::with_faults(seed, faults);
     // Threads of a loaded machine are delayed, so timeouts are long.
-    let options = ConnectOptions {
+    let options = RetryConfig {
         timeout: AckTimeout::from_code(12),
         rnr_timer: RnrTimer::from_code(6),
-        ..ConnectOptions::default()
+        ..RetryConfig::default()
     };
     let ends = ["a", "b"].map(|name| {
         let device = Device::software_in(&network, name).unwrap();

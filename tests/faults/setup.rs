@@ -6,7 +6,7 @@ use tokio_rdma::types::{
     AckTimeout, AddressVector, Mtu, PortNum, Psn, Qkey, QpAttr, QpCaps, QpState, Qpn, RnrTimer,
     Transport, WorkCompletion,
 };
-use tokio_rdma::verbs::{Cq, Qp, QpOptions, Srq};
+use tokio_rdma::verbs::{Cq, Qp, QpConfig, Srq};
 use tokio_rdma::{Access, Device, ProtectionDomain};
 
 pub(crate) const QKEY: Qkey = Qkey(0x1234);
@@ -30,7 +30,7 @@ impl Side {
     }
 
     pub(crate) fn queue_pair(&self, transport: Transport, srq: Option<&Srq>, caps: QpCaps) -> Qp {
-        Qp::new(&self.pd, &self.cq, &self.cq, srq, &QpOptions { transport, caps }).unwrap()
+        Qp::new(&self.pd, &self.cq, &self.cq, srq, &QpConfig { transport, caps }).unwrap()
     }
 
     pub(crate) fn poll(&self) -> Vec<WorkCompletion> {

@@ -15,7 +15,7 @@ use std::task::{Context, Poll, RawWaker, RawWakerVTable, Wake, Waker};
 
 use futures::future::join_all;
 use futures::{Sink, SinkExt, StreamExt};
-use tokio_rdma::cm::{self, ConnectionOptions};
+use tokio_rdma::cm::{self, ConnectConfig};
 use tokio_rdma::dc::{DcPool, DcTarget};
 use tokio_rdma::software::Network;
 use tokio_rdma::{
@@ -415,7 +415,7 @@ fn connects_and_accepts_end_whatever_will_wake_returns() {
             (pd, queue)
         };
         let ((a_pd, a_queue), (b_pd, b_queue)) = (make(&active), make(&passive));
-        let options = ConnectionOptions::default();
+        let options = ConnectConfig::default();
         let asking = async {
             let route =
                 wakers.wrap("resolve", cm::resolve(&active, listener.local_addr())).await.unwrap();

@@ -12,7 +12,7 @@ use crate::torture::{
     Flavour, LONG, Mode, block_on, bounded, connect, device, pair, slow_network, soon,
 };
 use tokio::runtime::Builder;
-use tokio_rdma::cm::{self, ConnectError, ConnectionOptions};
+use tokio_rdma::cm::{self, ConnectConfig, ConnectError};
 use tokio_rdma::error::NoRuntime;
 use tokio_rdma::software::Network;
 use tokio_rdma::{
@@ -248,7 +248,7 @@ impl Awaited {
         let ip = devices[1].default_path().unwrap().1.gid.to_ip();
         let listener = Listener::bind(&devices[1], (ip, 0)).await.unwrap();
         let cm_listener = cm::Listener::bind(&devices[1], (ip, 0)).await.unwrap();
-        let options = ConnectionOptions::default();
+        let options = ConnectConfig::default();
         let builders = devices.each_ref().map(|device| {
             let queue = CompletionQueue::new(device, CompletionMode::Event).unwrap();
             QueuePair::builder(&device.protection_domain().unwrap(), &queue)
@@ -273,7 +273,7 @@ impl Awaited {
             tokio::spawn(async move {
                 let route = cm::resolve(&device, to).await.unwrap();
                 let qp = route.prepare(builder).build().unwrap();
-                drop(route.connect(&qp, &ConnectionOptions::default()).await);
+                drop(route.connect(&qp, &ConnectConfig::default()).await);
             })
         };
         let _asking = [asking(), asking()];
@@ -312,8 +312,7 @@ impl Awaited {
                 other => panic!("{other:?}"),
             }
         }
-        let ([device, passive], options, ip) =
-            (&self.devices, ConnectionOptions::default(), self.ip);
+        let ([device, passive], options, ip) = (&self.devices, ConnectConfig::default(), self.ip);
         let to = self.listener.local_addr().unwrap();
         let fresh = Device::software_in(&Network::new(), "fresh").unwrap();
         let make = |_: &cm::Route| panic!("no route without a runtime");
@@ -572,11 +571,11 @@ fn paused_clock_does_not_affect_connections() {
         bounded("paused clock", LONG, move || {
             let faults = tokio_rdma::software::Faults::none().delay(DELAY..2 * DELAY);
             let network = Network::with_faults(1, faults);
-            let options = tokio_rdma::op::ConnectOptions {
+            let options = tokio_rdma::op::RetryConfig {
                 timeout: tokio_rdma::types::AckTimeout::from_code(20),
                 ..Default::default()
             };
-            let config = ConnectionConfig::default().mode(mode.make()).options(options);
+            let config = ConnectionConfig::default().mode(mode.make()).retries(options);
             let config = config.receive_buffers(1).stall_timeout(Some(Duration::from_secs(1)));
             let runtime =
                 Builder::new_current_thread().enable_all().start_paused(true).build().unwrap();

@@ -49,7 +49,7 @@ fn objects_are_send_sync_unpin_and_debug() {
         PooledOperation<Atomic>, PooledOperation<BatchOp<BufMut>>, PooledOperation<PendingDcLease>
     );
     each!(
-        value: WorkQueueCounters, RemoteRegion, ConnectOptions, QueuePair, QueuePairBuilder,
+        value: WorkQueueCounters, RemoteRegion, RetryConfig, QueuePair, QueuePairBuilder,
         QueuePairEndpoint
     );
     each!(
@@ -64,11 +64,11 @@ fn objects_are_send_sync_unpin_and_debug() {
     each!(free: BufMut, ExposedRegion, Lease, MemoryWindow);
     each!(free: DcInitiator, DcInitiatorBuilder, DcTarget, DcTargetBuilder);
     each!(
-        free: verbs::Channel, verbs::Cq, verbs::Dct, verbs::Qp, verbs::QpOptions, verbs::Srq,
+        free: verbs::Channel, verbs::Cq, verbs::Dct, verbs::Qp, verbs::QpConfig, verbs::Srq,
         verbs::PostError
     );
     each!(
-        value: cm::ConnectionOptions, cm::ListenOptions, cm::Disconnection, cm::ConnectStep,
+        value: cm::ConnectConfig, cm::ListenConfig, cm::Disconnection, cm::ConnectStep,
         cm::RejectReason
     );
     each!(free: cm::Listener, cm::ConnectionRequest, cm::Route, cm::CmConnection);

@@ -10,7 +10,7 @@ use std::time::Duration;
 
 use crate::torture::{self, Flavour, LONG, Mode, bounded, software, soon};
 use tokio_rdma::dc::{DcAddress, DcInitiator, DcTarget};
-use tokio_rdma::op::ConnectOptions;
+use tokio_rdma::op::RetryConfig;
 use tokio_rdma::software::Network;
 use tokio_rdma::types::{AckTimeout, AsyncEvent, DcKey, Mtu, QpState, Qpn, WcStatus};
 use tokio_rdma::{
@@ -35,12 +35,12 @@ fn network(slow: bool) -> Network {
     if slow { torture::slow_network(7) } else { Network::new() }
 }
 
-fn short_timeouts() -> ConnectOptions {
-    ConnectOptions { timeout: AckTimeout::from_code(6), retry_count: 1, ..Default::default() }
+fn short_timeouts() -> RetryConfig {
+    RetryConfig { timeout: AckTimeout::from_code(6), retry_count: 1, ..Default::default() }
 }
 
 fn initiator_with_short_timeouts(pd: &ProtectionDomain, queue: &CompletionQueue) -> DcInitiator {
-    DcInitiator::builder(pd, queue).options(short_timeouts()).build().unwrap()
+    DcInitiator::builder(pd, queue).retries(short_timeouts()).build().unwrap()
 }
 
 /// A subscriber that calls a function within the code that logs `message`.
@@ -290,7 +290,7 @@ fn every_operation_ends_while_its_initiator_is_reset_repeatedly() {
                         ExposedRegion::new(&pd, vec![0; 4096], Access::REMOTE_ALL).unwrap();
                     let initiator = DcInitiator::builder(&pd, &completions)
                         .max_send_wr(4)
-                        .options(short_timeouts())
+                        .retries(short_timeouts())
                         .build()
                         .unwrap();
                     let good = initiator.peer(&target.address()).unwrap();
@@ -434,7 +434,7 @@ fn dc_operations_end_in_any_drop_order() {
                     let target = DcTarget::new(&pd, &srq).unwrap();
                     let pool = Pool::new(&pd, 1 << 16, 32).unwrap();
                     let initiator = DcInitiator::builder(&pd, &sending)
-                        .options(short_timeouts())
+                        .retries(short_timeouts())
                         .max_send_wr(4)
                         .build()
                         .unwrap();

@@ -19,7 +19,7 @@ use fastrand::Rng;
 use tokio_rdma::op::BatchOp;
 use tokio_rdma::software::{Faults, Network};
 use tokio_rdma::types::{AsyncEvent, QpAttr, QpCaps, QpState, RecvWr, Transport, WrId};
-use tokio_rdma::verbs::{Qp, QpOptions};
+use tokio_rdma::verbs::{Qp, QpConfig};
 use tokio_rdma::{
     Access, Batch, BufMut, CompletionMode, CompletionQueue, ExposedRegion, OpErrorKind, Pool,
     QueuePair, SetupError, SharedReceiveQueue,
@@ -198,7 +198,7 @@ fn overrun(pd: &tokio_rdma::ProtectionDomain, queue: &CompletionQueue) -> Qp {
         max_inline: 0,
     };
     let cq = queue.verbs();
-    let raw = Qp::new(pd, cq, cq, None, &QpOptions { transport: Transport::Rc, caps }).unwrap();
+    let raw = Qp::new(pd, cq, cq, None, &QpConfig { transport: Transport::Rc, caps }).unwrap();
     let init = QpAttr {
         pkey_index: Some(0),
         port: Some(tokio_rdma::types::PortNum(1)),

@@ -17,7 +17,7 @@ use tokio_rdma::error::Outcome;
 use tokio_rdma::memory::Storage;
 use tokio_rdma::software::{DeviceControl, Network};
 use tokio_rdma::types::{AsyncEvent, QpCaps, Transport, WcStatus};
-use tokio_rdma::verbs::{Qp, QpOptions};
+use tokio_rdma::verbs::{Qp, QpConfig};
 use tokio_rdma::{
     Access, Batch, CompletionMode, CompletionQueue, Device, ExposedRegion, OpErrorKind, Pool,
     ProtectionDomain, QueuePair, SharedReceiveQueue,
@@ -345,7 +345,7 @@ fn receives_of_an_undestroyed_shared_queue_are_leaked() {
 #[test]
 fn failed_destruction_of_a_verbs_queue_pair_returns_an_error() {
     let it = FailingDevice::new();
-    let options = QpOptions {
+    let options = QpConfig {
         transport: Transport::Rc,
         caps: QpCaps {
             max_send_wr: 1,

@@ -14,7 +14,7 @@ use std::time::Duration;
 
 use tokio::runtime::{Builder, Runtime};
 use tokio::task::JoinHandle;
-use tokio_rdma::op::ConnectOptions;
+use tokio_rdma::op::RetryConfig;
 use tokio_rdma::software::{Faults, Network};
 use tokio_rdma::types::{AckTimeout, RnrTimer};
 use tokio_rdma::{
@@ -187,8 +187,8 @@ pub fn slow_network(seed: u64) -> Network {
 
 /// Returns options with a short RNR timer, because receives are late on purpose, and a long
 /// timeout, because nothing is lost and the machine may be loaded.
-pub fn impatient() -> ConnectOptions {
-    ConnectOptions {
+pub fn impatient() -> RetryConfig {
+    RetryConfig {
         timeout: AckTimeout::from_code(18),
         rnr_timer: RnrTimer::from_code(4),
         ..Default::default()

@@ -11,7 +11,7 @@ use crate::torture::{Flavour, LONG, Mode, bounded, eventually, joined, soon};
 use bytes::Bytes;
 use tokio::sync::mpsc;
 use tokio_rdma::cm::{self, ConnectError, Disconnection};
-use tokio_rdma::op::{ConnectOptions, Recv};
+use tokio_rdma::op::{Recv, RetryConfig};
 use tokio_rdma::types::{AckTimeout, WcStatus};
 use tokio_rdma::{
     Access, BufMut, CloseReason, CompletionMode, CompletionQueue, Connection, ConnectionConfig,
@@ -26,8 +26,8 @@ const ROLE: &str = "TOKIO_RDMA_CONNECTIONS_UDP";
 /// a lost peer in about two seconds.
 fn config() -> ConnectionConfig {
     let options =
-        ConnectOptions { timeout: AckTimeout::from_code(16), retry_count: 7, ..Default::default() };
-    ConnectionConfig::default().options(options)
+        RetryConfig { timeout: AckTimeout::from_code(16), retry_count: 7, ..Default::default() };
+    ConnectionConfig::default().retries(options)
 }
 
 fn run<F: Future<Output = ()>>(what: &'static str, test: impl FnOnce() -> F + Send + 'static) {
@@ -173,7 +173,7 @@ async fn answer(listener: cm::Listener, device: Device) {
                 return request.reject(b"no, then").await.unwrap();
             }
             let received = qp.recv(pool.alloc(4096).await.unwrap());
-            let options = cm::ConnectionOptions::default().private_data(b"welcome".to_vec());
+            let options = cm::ConnectConfig::default().private_data(b"welcome".to_vec());
             let link = request.accept(&qp, &options).await.unwrap();
             let received = received.await.unwrap();
             let disconnect = received.buffer.starts_with(b"disconnect");
@@ -296,7 +296,7 @@ fn rejections_carry_the_data_of_the_other_process() {
         let (pd, queue) = queues(&device);
         let route = cm::resolve(&device, peer.plain).await.unwrap();
         let qp = route.prepare(QueuePair::builder(&pd, &queue)).build().unwrap();
-        let options = cm::ConnectionOptions::default().private_data(b"no".to_vec());
+        let options = cm::ConnectConfig::default().private_data(b"no".to_vec());
         match soon("refusal", route.connect(&qp, &options)).await {
             Err(ConnectError::Rejected { private_data, .. }) => {
                 assert_eq!(&private_data[..8], b"no, then")
@@ -317,7 +317,7 @@ fn queue_pairs_exchange_private_data_and_either_side_disconnects() {
             let route = cm::resolve(&device, peer.plain).await.unwrap();
             let qp = route.prepare(QueuePair::builder(&pd, &queue)).build().unwrap();
             let received = qp.recv(pool.alloc(4096).await.unwrap());
-            let options = cm::ConnectionOptions::default().private_data(b"good morning".to_vec());
+            let options = cm::ConnectConfig::default().private_data(b"good morning".to_vec());
             let link = soon("connect", route.connect(&qp, &options)).await.unwrap();
             assert_eq!(&link.private_data()[..8], b"welcome\0");
             assert_eq!(link.peer_addr(), peer.plain);
@@ -370,7 +370,7 @@ fn peer_process_memory_is_read_and_written_alongside_messages() {
 async fn idle(
     peer: &Peer,
     device: &Device,
-    options: &cm::ConnectionOptions,
+    options: &cm::ConnectConfig,
 ) -> (cm::CmConnection, QueuePair, Recv<BufMut>) {
     let (pd, queue) = queues(device);
     let pool = Pool::new(&pd, 4096, 4).unwrap();
@@ -386,13 +386,13 @@ fn keepalive_detects_a_killed_idle_process() {
     run("killed while idle", || async {
         for signal in ["TERM", "KILL"] {
             let (mut peer, device) = (Peer::start(), device());
-            let transport = ConnectOptions {
+            let transport = RetryConfig {
                 timeout: AckTimeout::from_code(13),
                 retry_count: 7,
                 ..Default::default()
             };
-            let options = cm::ConnectionOptions::default()
-                .transport(transport)
+            let options = cm::ConnectConfig::default()
+                .retries(transport)
                 .keepalive(Some(Duration::from_millis(50)));
             let (link, qp, waits) = idle(&peer, &device, &options).await;
             eventually("probes", || qp.send_counters().posted >= 2).await;
@@ -417,7 +417,7 @@ fn keepalive_detects_a_killed_idle_process() {
 fn returning_from_main_disconnects_the_peers() {
     run("returned", || async {
         let (peer, device) = (Peer::start(), device());
-        let (link, _qp, waits) = idle(&peer, &device, &cm::ConnectionOptions::default()).await;
+        let (link, _qp, waits) = idle(&peer, &device, &cm::ConnectConfig::default()).await;
         let connection = peer.connect(&device, "echo").await.unwrap();
         peer.finish();
         assert_eq!(soon("the end", link.disconnected()).await, Disconnection::Peer);

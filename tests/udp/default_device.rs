@@ -10,7 +10,7 @@ use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, SocketAddrV6};
 use std::process::Command;
 
 use tokio_rdma::error::OpenError;
-use tokio_rdma::op::ConnectOptions;
+use tokio_rdma::op::RetryConfig;
 use tokio_rdma::software::{UdpConfig, UdpError};
 use tokio_rdma::types::{AckTimeout, WcStatus};
 use tokio_rdma::{
@@ -123,7 +123,7 @@ async fn write_from(writer: &Device, target: &Device) -> (Result<(), OpErrorKind
     let ((qp, pool, _ours), (theirs, _pool, region)) = (end(writer), end(target));
     // As few retries as a busy machine allows. A writer that is ignored uses all of them.
     let options =
-        ConnectOptions { timeout: AckTimeout::from_code(16), retry_count: 3, ..Default::default() };
+        RetryConfig { timeout: AckTimeout::from_code(16), retry_count: 3, ..Default::default() };
     qp.connect_with(&theirs.endpoint(), &options).unwrap();
     theirs.connect_with(&qp.endpoint(), &options).unwrap();
     let written = qp.write(pool.copy_from(&[7; 8]).unwrap(), region.grant()).await;

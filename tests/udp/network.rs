@@ -6,7 +6,7 @@ use std::net::{IpAddr, Ipv6Addr, SocketAddr, UdpSocket};
 use std::time::{Duration, Instant};
 
 use tokio_rdma::error::OpenError;
-use tokio_rdma::op::ConnectOptions;
+use tokio_rdma::op::RetryConfig;
 use tokio_rdma::software::{Network, UdpConfig, UdpError};
 use tokio_rdma::types::{AckTimeout, QpState, WcStatus};
 use tokio_rdma::{
@@ -37,7 +37,7 @@ impl End {
     }
 
     fn connect(&self, to: &Self) {
-        let options = ConnectOptions {
+        let options = RetryConfig {
             timeout: AckTimeout::from_code(14),
             retry_count: 3,
             ..Default::default()
@@ -265,7 +265,7 @@ fn concurrent_receivers_miss_no_packet() {
             let (mine, theirs) = (&mine, &theirs);
             scope.spawn(move || {
                 let (a, b) = (End::watched(mine, mode.clone()), End::watched(theirs, mode));
-                let options = ConnectOptions::default();
+                let options = RetryConfig::default();
                 a.qp.connect_with(&b.qp.endpoint(), &options).unwrap();
                 b.qp.connect_with(&a.qp.endpoint(), &options).unwrap();
                 run(async {
@@ -304,8 +304,7 @@ fn many_queue_pairs_share_the_path_to_a_peer() {
         let mut work = tokio::task::JoinSet::new();
         for (a, b) in pairs {
             // On a busy machine, some of the 48 queue pairs are served late.
-            let options =
-                ConnectOptions { timeout: AckTimeout::from_code(17), ..Default::default() };
+            let options = RetryConfig { timeout: AckTimeout::from_code(17), ..Default::default() };
             a.qp.connect_with(&b.qp.endpoint(), &options).unwrap();
             b.qp.connect_with(&a.qp.endpoint(), &options).unwrap();
             work.spawn(async move {

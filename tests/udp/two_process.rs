@@ -23,7 +23,7 @@ use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt};
 use tokio::net::{TcpListener, TcpStream, UnixListener, UnixStream};
 use tokio::task::JoinSet;
 use tokio_rdma::memory::HostMemory;
-use tokio_rdma::op::ConnectOptions;
+use tokio_rdma::op::RetryConfig;
 use tokio_rdma::software::{Faults, Network, UdpConfig};
 use tokio_rdma::types::{
     AckTimeout, AddressVector, Gid, Mtu, PortNum, Qkey, QpState, RnrTimer, Transport, WcStatus,
@@ -111,7 +111,7 @@ impl End {
         meeting: &mut Meeting,
         transport: Transport,
         mtu: Mtu,
-        options: &ConnectOptions,
+        options: &RetryConfig,
     ) -> Self {
         let pd = device.protection_domain().unwrap();
         let queue = CompletionQueue::new(device, CompletionMode::Event).unwrap();
@@ -288,7 +288,7 @@ async fn leases(end: &End, meeting: &mut Meeting, role: Role) {
     }
 }
 
-async fn load(device: &Device, meeting: &mut Meeting, options: &ConnectOptions, rounds: usize) {
+async fn load(device: &Device, meeting: &mut Meeting, options: &RetryConfig, rounds: usize) {
     const BLOCK: usize = 20_000;
     let mut ends = Vec::new();
     for _ in 0..8 {
@@ -333,8 +333,8 @@ async fn load(device: &Device, meeting: &mut Meeting, options: &ConnectOptions, 
 
 /// Returns options for frequent losses: all retries take a minute, within which a busy machine runs
 /// the peer. The device repairs a loss after 67 ms nevertheless.
-fn patient() -> ConnectOptions {
-    ConnectOptions { timeout: AckTimeout::from_code(21), ..Default::default() }
+fn patient() -> RetryConfig {
+    RetryConfig { timeout: AckTimeout::from_code(21), ..Default::default() }
 }
 
 fn faults() -> Faults {
@@ -346,7 +346,7 @@ async fn clean(network: &Network, meeting: &mut Meeting, role: Role) {
     let device = Device::software_in(network, "one").unwrap();
     for transport in [Transport::Rc, Transport::Uc] {
         for mtu in Mtu::ALL {
-            let end = End::new(&device, meeting, transport, mtu, &ConnectOptions::default()).await;
+            let end = End::new(&device, meeting, transport, mtu, &RetryConfig::default()).await;
             let lengths = if transport == Transport::Rc { &LENGTHS[..] } else { &LENGTHS[..SHORT] };
             every_operation(&end, meeting, role, lengths).await;
             if transport == Transport::Rc {
@@ -356,7 +356,7 @@ async fn clean(network: &Network, meeting: &mut Meeting, role: Role) {
         }
     }
     let end =
-        End::new(&device, meeting, Transport::Ud, Mtu::Mtu4096, &ConnectOptions::default()).await;
+        End::new(&device, meeting, Transport::Ud, Mtu::Mtu4096, &RetryConfig::default()).await;
     datagrams(&end, meeting, role).await;
     meeting.meet().await;
     load(&device, meeting, &patient(), 20).await;
@@ -391,7 +391,7 @@ async fn refusals(network: &Network, meeting: &mut Meeting, role: Role) {
     let device = Device::software_in(network, "one").unwrap();
     let client = role == Role::Client;
     let end =
-        End::new(&device, meeting, Transport::Rc, Mtu::Mtu1024, &ConnectOptions::default()).await;
+        End::new(&device, meeting, Transport::Rc, Mtu::Mtu1024, &RetryConfig::default()).await;
     if client {
         let region = RemoteRegion::new(
             end.remote.addr(),
@@ -404,7 +404,7 @@ async fn refusals(network: &Network, meeting: &mut Meeting, role: Role) {
     meeting.meet().await;
     assert_eq!(end.qp.query().unwrap().0, QpState::Err, "both ends");
     let end =
-        End::new(&device, meeting, Transport::Rc, Mtu::Mtu1024, &ConnectOptions::default()).await;
+        End::new(&device, meeting, Transport::Rc, Mtu::Mtu1024, &RetryConfig::default()).await;
     let receive = end.qp.recv(end.alloc(2));
     meeting.meet().await;
     if client {
@@ -414,7 +414,7 @@ async fn refusals(network: &Network, meeting: &mut Meeting, role: Role) {
         assert_eq!(status(receive.await.unwrap_err().kind()), Some(WcStatus::LOC_LEN_ERR));
     }
     meeting.meet().await;
-    let options = ConnectOptions { rnr_timer: RnrTimer::from_code(10), ..Default::default() };
+    let options = RetryConfig { rnr_timer: RnrTimer::from_code(10), ..Default::default() };
     let end = End::new(&device, meeting, Transport::Rc, Mtu::Mtu1024, &options).await;
     if client {
         let sent = end.qp.send(end.buffer(&pattern(3000, 1)));
@@ -433,7 +433,7 @@ async fn refusals(network: &Network, meeting: &mut Meeting, role: Role) {
 async fn killed(network: &Network, meeting: &mut Meeting, role: Role, child: Option<&mut Child>) {
     let device = Device::software_in(network, "one").unwrap();
     let options =
-        ConnectOptions { timeout: AckTimeout::from_code(14), retry_count: 3, ..Default::default() };
+        RetryConfig { timeout: AckTimeout::from_code(14), retry_count: 3, ..Default::default() };
     let end = End::new(&device, meeting, Transport::Rc, Mtu::Mtu1024, &options).await;
     if role == Role::Server {
         tokio::time::sleep(HANG).await;
@@ -569,7 +569,7 @@ fn one_end_of_a_wire() {
 
 async fn wired(device: &Device, meeting: &mut Meeting, role: Role, lossy: bool, v4: bool) {
     let timeout = AckTimeout::from_code(if lossy { 15 } else { 17 });
-    let options = ConnectOptions { timeout, retry_count: 7, ..Default::default() };
+    let options = RetryConfig { timeout, retry_count: 7, ..Default::default() };
     if lossy {
         let end = End::new(device, meeting, Transport::Rc, Mtu::Mtu1024, &options).await;
         return every_operation(&end, meeting, role, &LENGTHS[..=SHORT]).await;

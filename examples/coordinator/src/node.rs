@@ -3,7 +3,7 @@
 use std::error::Error;
 use std::time::Duration;
 
-use tokio_rdma::op::ConnectOptions;
+use tokio_rdma::op::RetryConfig;
 use tokio_rdma::types::AckTimeout;
 use tokio_rdma::{Access, CompletionMode, CompletionQueue, Device, ExposedRegion, Pool, QueuePair};
 
@@ -44,8 +44,7 @@ impl Node {
         let ours = Announcement { endpoint: qp.endpoint(), region: region.grant() };
         let theirs = self.exchange(&ours).await?;
         // The peer may connect seconds later: the device retransmits until then.
-        let options =
-            ConnectOptions { timeout: AckTimeout::from_code(19), ..ConnectOptions::default() };
+        let options = RetryConfig { timeout: AckTimeout::from_code(19), ..RetryConfig::default() };
         qp.connect_with(&theirs.endpoint, &options)?;
 
         let greeting = format!("{} was here", self.name);

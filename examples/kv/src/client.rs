@@ -8,7 +8,7 @@ use bytes::Bytes;
 use tokio::net::ToSocketAddrs;
 use tokio::task::{JoinHandle, yield_now};
 use tokio::time::timeout;
-use tokio_rdma::op::ConnectOptions;
+use tokio_rdma::op::RetryConfig;
 use tokio_rdma::types::AckTimeout;
 use tokio_rdma::{Connection, ConnectionConfig, Device, Pool, RemoteRegion};
 
@@ -99,7 +99,7 @@ impl ClientConfig {
     pub(crate) fn connection(&self) -> ConnectionConfig {
         let longest = OVERHEAD as u64 + u64::from(Layout::MAX_VALUE);
         ConnectionConfig::default()
-            .options(ConnectOptions { timeout: self.ack_timeout, ..ConnectOptions::default() })
+            .retries(RetryConfig { timeout: self.ack_timeout, ..RetryConfig::default() })
             .keepalive(self.keepalive)
             .connect_timeout(self.connect_timeout)
             .close_timeout(self.deadline)

@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use tokio::net::ToSocketAddrs;
 use tokio::task::JoinSet;
-use tokio_rdma::op::ConnectOptions;
+use tokio_rdma::op::RetryConfig;
 use tokio_rdma::{Connection, ConnectionConfig, Device, EstablishError, Listener, SetupError};
 
 use crate::client::ACK_TIMEOUT;
@@ -50,7 +50,7 @@ impl Server {
         let table = Arc::new(Table::new(&pd, layout)?);
         let config = ConnectionConfig::default()
             .protection_domain(&pd)
-            .options(ConnectOptions { timeout: ACK_TIMEOUT, ..ConnectOptions::default() })
+            .retries(RetryConfig { timeout: ACK_TIMEOUT, ..RetryConfig::default() })
             .stall_timeout(Some(STALL_TIMEOUT))
             .receive_memory(REQUEST_MEMORY)
             .max_message((OVERHEAD + layout.max_key() + layout.max_value()) as u64)

@@ -7,7 +7,7 @@ use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::TcpStream;
 use tokio::time::timeout;
 use tokio_rdma::memory::HostMemory;
-use tokio_rdma::op::ConnectOptions;
+use tokio_rdma::op::RetryConfig;
 use tokio_rdma::types::{AckTimeout, GidEntry, PortAttr};
 use tokio_rdma::{
     Access, CompletionMode, CompletionQueue, Connection, ConnectionConfig, Device, ExposedRegion,
@@ -146,7 +146,7 @@ impl Peer {
     /// # Errors
     ///
     /// See [`connect`](Self::connect).
-    pub async fn connect_with(&mut self, qp: &QueuePair, options: &ConnectOptions) -> Result<()> {
+    pub async fn connect_with(&mut self, qp: &QueuePair, options: &RetryConfig) -> Result<()> {
         let theirs = self.exchange(&qp.endpoint().to_bytes()).await?;
         qp.connect_with(&QueuePairEndpoint::from_bytes(&theirs)?, options)?;
         // Neither end may send before both are connected.
@@ -159,7 +159,7 @@ impl Peer {
     ///
     /// See [`exchange`](Self::exchange); or a side refuses the settings.
     pub async fn connection(&mut self, config: &ConnectionConfig) -> Result<Connection> {
-        let config = config.clone().options(long_ack_timeout());
+        let config = config.clone().retries(long_ack_timeout());
         let config = match self.host()? {
             Some(host) => config.peer(host),
             None => config,
@@ -209,8 +209,8 @@ impl Peer {
 /// Returns an ACK timeout of 0.5 s instead of 67 ms: on a busy machine the peer may wait for a
 /// processor.
 #[must_use]
-pub fn long_ack_timeout() -> ConnectOptions {
-    ConnectOptions { timeout: AckTimeout::from_code(17), ..ConnectOptions::default() }
+pub fn long_ack_timeout() -> RetryConfig {
+    RetryConfig { timeout: AckTimeout::from_code(17), ..RetryConfig::default() }
 }
 
 /// The objects that queue pairs and memory are made from.

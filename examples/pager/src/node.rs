@@ -5,7 +5,7 @@ use std::time::Duration;
 use parking_lot::Mutex;
 use tokio::sync::Semaphore;
 
-use tokio_rdma::op::ConnectOptions;
+use tokio_rdma::op::RetryConfig;
 use tokio_rdma::types::{AckTimeout, WcStatus};
 use tokio_rdma::{
     BufMut, Connection, ConnectionConfig, Device, OpError, ProtectionDomain, RemoteRegion,
@@ -26,11 +26,10 @@ const KEEPALIVE: (Duration, Duration) = (Duration::from_millis(150), Duration::f
 /// Returns the settings of both ends. Pages need no messages, hence few buffers.
 pub(crate) fn connection(pd: &ProtectionDomain) -> ConnectionConfig {
     // An eighth of a second: a lost keep-alive is retransmitted several times within the timeout.
-    let options =
-        ConnectOptions { timeout: AckTimeout::from_code(15), ..ConnectOptions::default() };
+    let options = RetryConfig { timeout: AckTimeout::from_code(15), ..RetryConfig::default() };
     let config = ConnectionConfig::default()
         .protection_domain(pd)
-        .options(options)
+        .retries(options)
         .keepalive(Some(KEEPALIVE))
         .max_send_wr(2 * DEPTH);
     config

@@ -31,7 +31,7 @@ impl Prepared {
         let (size, memory) = (case.size as u64, (4 * case.size as u64).max(64 << 20));
         let config = ConnectionConfig::default()
             .completion_queue(queue)
-            .options(crate::queue_pair::long_ack_timeout())
+            .retries(crate::queue_pair::long_ack_timeout())
             .max_message(size.max(64 << 20))
             .receive_memory(memory)
             .send_memory(memory);

@@ -6,7 +6,7 @@ use std::time::Instant;
 
 use tokio::task::consume_budget;
 use tokio_rdma::memory::HostMemory;
-use tokio_rdma::op::{Atomic, BatchOp, ConnectOptions, Recv, Send};
+use tokio_rdma::op::{Atomic, BatchOp, Recv, RetryConfig, Send};
 use tokio_rdma::types::AckTimeout;
 use tokio_rdma::{
     Access, Batch, BufMut, CompletionQueue, ExposedRegion, Imm, ProtectionDomain, QueuePair,
@@ -30,8 +30,8 @@ pub(crate) struct Prepared {
 }
 
 /// Returns an ACK timeout of 0.5 s instead of 67 ms: polling threads may occupy all processors.
-pub(crate) fn long_ack_timeout() -> ConnectOptions {
-    ConnectOptions { timeout: AckTimeout::from_code(17), ..ConnectOptions::default() }
+pub(crate) fn long_ack_timeout() -> RetryConfig {
+    RetryConfig { timeout: AckTimeout::from_code(17), ..RetryConfig::default() }
 }
 
 /// Returns the maximum number of outstanding completions of a lane.

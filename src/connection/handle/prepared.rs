@@ -84,7 +84,7 @@ impl PreparedConnection {
         NoRuntime::or_current()?;
         let (handshake, user_data) = Handshake::decode_for(self.config.service, handshake)?;
         let user_data = Bytes::copy_from_slice(user_data);
-        self.qp.connect_with(peer, &self.config.options)?;
+        self.qp.connect_with(peer, &self.config.retries)?;
         self.start(handshake, user_data, None, None)
     }
 

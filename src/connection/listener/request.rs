@@ -226,7 +226,7 @@ impl Requested {
                 return Err(EstablishError::Refused { address, reason });
             }
         };
-        let options = config.cm_options(MAX_RESPONSE_DATA)?;
+        let cm_config = config.cm_config(MAX_RESPONSE_DATA)?;
         config.check(self.cache.device())?;
         let path = (self.inner.port(), self.inner.gid_index());
         // Reported as `Connect`, because the peer's path does not fit: `accept` returns `Setup`
@@ -242,7 +242,7 @@ impl Requested {
             Ok(prepared) => prepared,
             Err(error) => return Err(self.inner.explain_setup_error(error).await?.into()),
         };
-        let link = self.inner.accept(&prepared.qp, &options).await?;
+        let link = self.inner.accept(&prepared.qp, &cm_config).await?;
         // If other peers have reached the limit meanwhile, dropping `link` disconnects this peer.
         let refused = |reason| EstablishError::Refused { address, reason };
         let admitted = match reservation {

@@ -28,7 +28,7 @@ pub(super) struct Peer {
 
 #[derive(Default)]
 pub(super) struct PeerState {
-    /// The index of the initiator plus 1. It takes few bytes, because there may be very many peers.
+    /// The index of the initiator.
     pub(super) assignment: Option<usize>,
     pub(super) used: u32,
     pub(super) leases: u32,

@@ -12,7 +12,7 @@ use crate::types::{
     Access, DataPath, Gid, GidEntry, PortAttr, PortNum, PortState, Qkey, QpAttr, QpCaps, QpState,
     Qpn, Transport,
 };
-use crate::verbs::{Device, ProtectionDomain, Qp, QpOptions};
+use crate::verbs::{Device, ProtectionDomain, Qp, QpConfig};
 
 /// A builder for a [`QueuePair`].
 ///
@@ -300,10 +300,10 @@ impl QueuePairBuilder {
         let (access, qkey) = (access.unwrap_or(Access::REMOTE_ALL), qkey.unwrap_or(Qkey(0)));
         let fixed_gid = matches!(path, Path::From(..) | Path::At(..));
         let (port, gid) = path.choose(device)?;
-        let options = QpOptions { transport, caps };
+        let config = QpConfig { transport, caps };
         let (send_cq, recv_cq) = (send_queue.cq(), recv_queue.cq());
         let srq_verbs = srq.as_ref().map(SharedReceiveQueue::verbs);
-        let qp = Qp::numbered(&pd, send_cq, recv_cq, srq_verbs, &options, number)?;
+        let qp = Qp::numbered(&pd, send_cq, recv_cq, srq_verbs, &config, number)?;
         let (granted, qpn) = (qp.caps(), qp.qpn());
         qp.modify(&QpAttr {
             pkey_index: Some(0),

@@ -102,7 +102,7 @@ fn delayed_packets_of_an_old_generation_change_nothing_of_the_new() {
         let seed = Seed::new("delayed_packets_of_an_old_generation_change_nothing_of_the_new");
         let faults = Faults::none().delay(Duration::ZERO..20 * MS).duplicate(0.3).reorder(0.3);
         // Delays are no losses.
-        let config = ConnectionConfig::default().options(impatient());
+        let config = ConnectionConfig::default().retries(impatient());
         let hosts = Hosts::on(Network::with_faults(seed.value, faults), config).await;
         let listener = hosts.listen().await;
         let client = hosts.reconnect(eager());

@@ -143,7 +143,7 @@ impl Server for Dc {
         let region = ExposedRegion::new(&server, vec![0; 8], Access::REMOTE_ALL).unwrap();
         let pool = DcPool::builder(&client, &sends)
             .initiators(2)
-            .initiator(|each| each.options(patient()))
+            .initiator(|each| each.retries(patient()))
             .build()
             .unwrap();
         Self { pool, target, region }

@@ -35,13 +35,13 @@ pub(crate) fn paused<F: Future<Output = ()>>(
 }
 
 pub(crate) fn config() -> ConnectionConfig {
-    ConnectionConfig::default().options(patient())
+    ConnectionConfig::default().retries(patient())
 }
 
 /// Returns the settings of a client that sends nothing before it probes a peer that is gone. A
 /// pause of a thread cannot look like a lost peer, and the probe fails within tens of milliseconds.
 pub(crate) fn config_of_silent_client() -> ConnectionConfig {
-    ConnectionConfig::default().options(brief()).keepalive(Some((HOUR, HOUR)))
+    ConnectionConfig::default().retries(brief()).keepalive(Some((HOUR, HOUR)))
 }
 
 /// Returns a policy that connects again within milliseconds.

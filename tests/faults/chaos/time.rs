@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use tokio::runtime::Builder;
 use tokio_rdma::connection::BufferBudget;
-use tokio_rdma::op::ConnectOptions;
+use tokio_rdma::op::RetryConfig;
 use tokio_rdma::peers::ReconnectPolicy;
 use tokio_rdma::software::{self, Faults, Network};
 use tokio_rdma::types::AckTimeout;
@@ -68,8 +68,8 @@ impl Pace {
         let timeout = AckTimeout::from_code(if self == Self::Processes { 13 } else { 10 });
         let patient = self == Self::Processes && number % 4 < 2;
         let retry_count = if patient { 7 } else { 3 };
-        let options = ConnectOptions { timeout, retry_count, ..Default::default() };
-        let config = ConnectionConfig::default().options(options).budget(budget);
+        let options = RetryConfig { timeout, retry_count, ..Default::default() };
+        let config = ConnectionConfig::default().retries(options).budget(budget);
         let config = config.mode(self.mode(number));
         match self {
             Self::Virtual => config

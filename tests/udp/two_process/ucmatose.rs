@@ -4,8 +4,8 @@ use std::net::{IpAddr, SocketAddr};
 use std::time::Duration;
 
 use futures::future::try_join_all;
-use tokio_rdma::cm::{self, CmConnection, ConnectError, ConnectionOptions};
-use tokio_rdma::op::{ConnectOptions, Recv};
+use tokio_rdma::cm::{self, CmConnection, ConnectConfig, ConnectError};
+use tokio_rdma::op::{Recv, RetryConfig};
 use tokio_rdma::software::{Network, UdpConfig};
 use tokio_rdma::types::AckTimeout;
 use tokio_rdma::{
@@ -44,8 +44,8 @@ impl Client {
     /// Connects with receives posted, since the server sends at once.
     async fn connect(&self) -> Result<(CmConnection, QueuePair, Vec<Recv<BufMut>>), ConnectError> {
         let transport =
-            ConnectOptions { timeout: AckTimeout::from_code(17), ..ConnectOptions::default() };
-        let options = ConnectionOptions::default().timeout(PATIENCE).transport(transport);
+            RetryConfig { timeout: AckTimeout::from_code(17), ..RetryConfig::default() };
+        let options = ConnectConfig::default().timeout(PATIENCE).retries(transport);
         let route = cm::resolve_with(&self.device, self.server, &options).await?;
         let entries = self.messages + 1;
         let builder =

@@ -24,7 +24,7 @@ use axum::Router;
 use axum::body::{Body, Bytes};
 use hyper_util::rt::TokioIo;
 use tokio::task::JoinHandle;
-use tokio_rdma::op::ConnectOptions;
+use tokio_rdma::op::RetryConfig;
 use tokio_rdma::software::{Faults, Network};
 use tokio_rdma::types::AckTimeout;
 use tokio_rdma::{ConnectionConfig, Device, RdmaStream};
@@ -79,14 +79,14 @@ impl Devices {
 
 /// Returns settings that notice a lost peer within a second, and survive loss.
 fn config() -> ConnectionConfig {
-    let options = ConnectOptions {
+    let options = RetryConfig {
         timeout: AckTimeout::from_code(11),
         retry_count: 7,
-        ..ConnectOptions::default()
+        ..RetryConfig::default()
     };
     // A lost peer does not acknowledge the ping, which is noticed long before the answer is due.
     let keepalive = Some((Duration::from_millis(200), Duration::from_secs(20)));
-    ConnectionConfig::for_streams().options(options).keepalive(keepalive)
+    ConnectionConfig::for_streams().retries(options).keepalive(keepalive)
 }
 
 /// Returns a body without an end.

@@ -4,7 +4,7 @@ use std::process::ExitCode;
 use std::time::Duration;
 
 use labs::{Peer, Result, check, in_time, long_ack_timeout};
-use tokio_rdma::op::ConnectOptions;
+use tokio_rdma::op::RetryConfig;
 use tokio_rdma::types::WcStatus;
 use tokio_rdma::{CompletionMode, Imm};
 
@@ -47,7 +47,7 @@ async fn client(mut peer: Peer) -> Result<()> {
     // The peer's device answers "receiver not ready" (RNR). The sender retries up to `rnr_retry`
     // times.
     let qp = end.queue_pair()?;
-    peer.connect_with(&qp, &ConnectOptions { rnr_retry: 1, ..long_ack_timeout() }).await?;
+    peer.connect_with(&qp, &RetryConfig { rnr_retry: 1, ..long_ack_timeout() }).await?;
     let refused = qp.with_imm(Imm(3)).write(pool.copy_from(b"late")?, remote.slice(..4)?);
     let status = match tokio::time::timeout(Duration::from_secs(10), refused).await? {
         Ok(_) => return Err("a WRITE with immediate completed without a receive".into()),

@@ -14,7 +14,7 @@ use tokio_rdma::types::{
     AckTimeout, AddressVector, Data, Gid, PortNum, Psn, QpAttr, QpCaps, QpState, Qpn, RecvWr,
     RemoteAddr, RnrTimer, SendFlags, SendOp, SendWr, Transport, WcOpcode, WorkCompletion, WrId,
 };
-use tokio_rdma::verbs::{Channel, Cq, Qp, QpOptions};
+use tokio_rdma::verbs::{Channel, Cq, Qp, QpConfig};
 use tokio_rdma::{Access, ExposedRegion};
 
 fn main() -> ExitCode {
@@ -109,7 +109,7 @@ impl Side {
             max_recv_sge: 1,
             max_inline: 0,
         };
-        let qp = Qp::new(&pd, &cq, &cq, None, &QpOptions { transport: Transport::Rc, caps })?;
+        let qp = Qp::new(&pd, &cq, &cq, None, &QpConfig { transport: Transport::Rc, caps })?;
         qp.modify(&QpAttr {
             pkey_index: Some(0),
             port: Some(port.port),

@@ -2,23 +2,23 @@ use std::net::{IpAddr, SocketAddr};
 use std::time::Duration;
 
 use crate::error::{LimitError, SetupError};
-use crate::op::ConnectOptions;
+use crate::op::RetryConfig;
 
 /// Settings for connecting to a listener, or for accepting a request. Module [`cm`](super) has an
 /// example.
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[must_use]
-pub struct ConnectionOptions {
+pub struct ConnectConfig {
     source: Option<IpAddr>,
     pub(super) resolve_timeout: Duration,
     pub(super) timeout: Duration,
     private_data: Vec<u8>,
     pub(super) reads: Option<u8>,
     pub(super) keepalive: Option<Duration>,
-    transport: ConnectOptions,
+    retries: RetryConfig,
 }
 
-impl Default for ConnectionOptions {
+impl Default for ConnectConfig {
     fn default() -> Self {
         Self {
             source: None,
@@ -29,12 +29,12 @@ impl Default for ConnectionOptions {
             private_data: Vec::new(),
             reads: None,
             keepalive: None,
-            transport: ConnectOptions::default(),
+            retries: RetryConfig::default(),
         }
     }
 }
 
-impl ConnectionOptions {
+impl ConnectConfig {
     /// Sets the device's address to connect from. By default the routing table selects it.
     pub const fn source(mut self, address: IpAddr) -> Self {
         self.source = Some(address);
@@ -82,7 +82,7 @@ impl ConnectionOptions {
     /// process or crashed host sends no disconnect request.
     ///
     /// A probe is a WRITE of no bytes, which the peer's program does not see. If it is not
-    /// acknowledged within the retries of [`transport`](Self::transport), the connection ends with
+    /// acknowledged within the [`retries`](Self::retries), the connection ends with
     /// [`Disconnection::Silent`](super::Disconnection::Silent), and the queue pair goes to the
     /// error state. This takes at most two intervals plus the retries.
     ///
@@ -106,8 +106,8 @@ impl ConnectionOptions {
     /// Sets the timeouts and retries of this side, which override the peer's proposal. A peer
     /// without settings of its own adopts this side's proposal: 6 retries, infinite RNR retries
     /// and, from the software device, an acknowledgement timeout of 537 ms.
-    pub const fn transport(mut self, transport: ConnectOptions) -> Self {
-        self.transport = transport;
+    pub const fn retries(mut self, retries: RetryConfig) -> Self {
+        self.retries = retries;
         self
     }
 
@@ -123,10 +123,10 @@ impl ConnectionOptions {
         Ok(Some(SocketAddr::new(source, 0)))
     }
 
-    pub(super) fn checked(&self, max_data: usize) -> Result<(&[u8], ConnectOptions), LimitError> {
+    pub(super) fn checked(&self, max_data: usize) -> Result<(&[u8], RetryConfig), LimitError> {
         check_private_data(&self.private_data, max_data)?;
-        self.transport.check()?;
-        Ok((&self.private_data, self.transport))
+        self.retries.check()?;
+        Ok((&self.private_data, self.retries))
     }
 }
 
@@ -137,17 +137,17 @@ pub(super) fn check_private_data(data: &[u8], max: usize) -> Result<(), LimitErr
 /// Settings of a [`Listener`](super::Listener), which has an example.
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[must_use]
-pub struct ListenOptions {
+pub struct ListenConfig {
     backlog: u32,
 }
 
-impl Default for ListenOptions {
+impl Default for ListenConfig {
     fn default() -> Self {
         Self { backlog: 1024 }
     }
 }
 
-impl ListenOptions {
+impl ListenConfig {
     /// Sets the maximum number of waiting requests. The default is 1024, at about 2 KiB each; 0 is
     /// refused.
     ///
