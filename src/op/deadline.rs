@@ -184,9 +184,13 @@ impl<O: Revocable> Future for Within<O> {
                 return Poll::Ready(O::conclude(output, revoked).map_err(DeadlineError::Ended));
             }
             ready!(sleep.poll(context));
-            // The poll may have yielded to other tasks with the result at hand.
-            if *stage == Stage::Running && (pending.withdraw(WITHDRAWN) || pending.has_result()) {
+            if *stage == Stage::Running && pending.withdraw(WITHDRAWN) {
                 continue;
+            }
+            if pending.has_result() {
+                // The poll has yielded to other tasks, or the result came after it. In both cases
+                // the task is woken. Another poll now could yield again, without end.
+                return Poll::Pending;
             }
             *stage = match (*stage, pending.work()) {
                 (Stage::Running, Some(work)) => work.revoke(),

@@ -104,6 +104,9 @@ async fn results_for_which_a_task_yields_win_over_their_deadlines(mode: &str) {
     a.qp.write_inline(&[6; 8], grant).await.unwrap();
     let results = futures::future::join_all(writes.into_iter().map(|write| write.deadline(past())));
     assert!(within("all results", results).await.into_iter().all(|result| result.is_ok()));
+    let too_long = || a.qp.write_inline(&[5; 9], grant).deadline(past());
+    let results = futures::future::join_all((0..300).map(|_| too_long()));
+    assert!(within("all refusals", results).await.into_iter().all(|result| result.is_err()));
     assert_eq!((a.state(), b.state()), (QpState::Rts, QpState::Rts));
 }
 
