@@ -170,8 +170,8 @@ impl LocalEnd {
             return Ok(Some((route, peer.qpn)));
         }
         // 0.5 s: the peer may be a process that waits for a processor.
-        let options = RetryConfig { timeout: AckTimeout::from_code(17), ..RetryConfig::default() };
-        qp.connect_with(&peer, &options)?;
+        let retries = RetryConfig { timeout: AckTimeout::from_code(17), ..RetryConfig::default() };
+        qp.connect_with(&peer, &retries)?;
         Ok(None)
     }
 

@@ -26,7 +26,7 @@ pub(crate) fn within_budget<T>(
 
 /// Takes one unit of the budget, or yields.
 #[inline(never)]
-pub(crate) fn consume_budget(context: &mut Context<'_>) -> Poll<()> {
+pub(crate) fn poll_budget(context: &mut Context<'_>) -> Poll<()> {
     within_budget(context, |_| Poll::Ready(()))
 }
 

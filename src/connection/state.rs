@@ -6,8 +6,9 @@
 //!                 └─ long: READ, then done ───────────────▶ peer
 //! ```
 //!
-//! [`ConnectionState::progress`] does all work that is possible now. The waker of operations and
-//! the driver call it too, so progress never depends on the application's tasks.
+//! `work` does all work that is possible now. Each call of a task runs it (`progress`), and so do
+//! the waker of operations (`serve`) and the driver (`drive`), so progress never depends on the
+//! application's tasks.
 
 use std::ops::ControlFlow;
 use std::sync::Arc;
@@ -161,7 +162,7 @@ impl ConnectionState {
         self.renew_send_memory();
     }
 
-    /// Operations wake `driver`.
+    /// Works, wakes tasks, and lets this runtime watch the receives. Operations wake `driver`.
     pub(super) fn progress(&mut self, driver: &Waker) {
         self.advance(driver);
         // The task may wait for a receive, also if the other runtimes that watch the queue do not

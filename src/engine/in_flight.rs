@@ -13,7 +13,7 @@ use super::failures::success;
 use super::slot::{Detach, DetachedBuffers, FailedParts, Outcome};
 use super::work_queue::WorkQueue;
 use super::work_request_id::index_of;
-use crate::coop::consume_budget;
+use crate::coop::poll_budget;
 use crate::error::OpErrorKind;
 use crate::types::{WorkCompletion, WrId};
 
@@ -116,7 +116,7 @@ impl<B: Send + 'static> InFlight<B> {
             ready!(Drainer::poll_new(claim.queue(), claim, context, extract))
         } else {
             if claim.is_complete() {
-                ready!(consume_budget(context));
+                ready!(poll_budget(context));
             }
             ready!(claim.wait(context, &extract))
         };

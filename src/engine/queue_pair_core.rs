@@ -18,8 +18,7 @@ use std::sync::{Arc, OnceLock};
 
 use super::drainer::Drainer;
 use super::wake_list::Teardown;
-use super::work_queue::DeviceQueue;
-use super::work_queue::WorkQueue;
+use super::work_queue::{DeviceQueue, WorkQueue};
 use super::work_request::Limits;
 use crate::error::{OpErrorKind, SetupError, VerbError};
 use crate::memory::WindowSet;

@@ -5,7 +5,7 @@ use std::pin::Pin;
 use std::sync::Arc;
 use std::task::{Context, Poll};
 
-use crate::coop::consume_budget;
+use crate::coop::poll_budget;
 use crate::engine::{Claim, InFlight, OnFull, Refusal, WorkQueue, WorkRequest};
 use crate::error::{OpError, OpErrorKind, RemoteAccess, TryError};
 use crate::memory::{Gather, Sealed as _};
@@ -172,7 +172,7 @@ impl<F: OperationKind> Future for Operation<F> {
 
     #[inline(always)]
     fn poll(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Self::Output> {
-        self.poll_with(context, consume_budget)
+        self.poll_with(context, poll_budget)
     }
 }
 

@@ -44,8 +44,8 @@ impl Node {
         let ours = Announcement { endpoint: qp.endpoint(), region: region.grant() };
         let theirs = self.exchange(&ours).await?;
         // The peer may connect seconds later: the device retransmits until then.
-        let options = RetryConfig { timeout: AckTimeout::from_code(19), ..RetryConfig::default() };
-        qp.connect_with(&theirs.endpoint, &options)?;
+        let retries = RetryConfig { timeout: AckTimeout::from_code(19), ..RetryConfig::default() };
+        qp.connect_with(&theirs.endpoint, &retries)?;
 
         let greeting = format!("{} was here", self.name);
         let there = theirs.region.slice(..greeting.len() as u64)?;

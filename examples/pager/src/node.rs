@@ -26,10 +26,10 @@ const KEEPALIVE: (Duration, Duration) = (Duration::from_millis(150), Duration::f
 /// Returns the settings of both ends. Pages need no messages, hence few buffers.
 pub(crate) fn connection(pd: &ProtectionDomain) -> ConnectionConfig {
     // An eighth of a second: a lost keep-alive is retransmitted several times within the timeout.
-    let options = RetryConfig { timeout: AckTimeout::from_code(15), ..RetryConfig::default() };
+    let retries = RetryConfig { timeout: AckTimeout::from_code(15), ..RetryConfig::default() };
     let config = ConnectionConfig::default()
         .protection_domain(pd)
-        .retries(options)
+        .retries(retries)
         .keepalive(Some(KEEPALIVE))
         .max_send_wr(2 * DEPTH);
     config

@@ -106,6 +106,8 @@ impl Drainer {
         self.drain_and_wait(slot, context).map(|()| None)
     }
 
+    /// Takes the next completion if it is a success of this operation; otherwise dispatches
+    /// completions and waits.
     #[inline(always)]
     fn take_own<'a, S>(
         self: &'a Arc<Self>,
@@ -116,6 +118,8 @@ impl Drainer {
         extract: impl FnOnce(&WorkCompletion) -> S,
     ) -> Poll<Option<S>> {
         let state = &mut *guard;
+        // The device's queue is read in place, an earlier poll has left completions, or the device
+        // is polled now.
         let waited = if let Some(direct) = &self.direct {
             if state.ready_budget > 0
                 && let Some(completion) = direct.take_request(slot.id())

@@ -107,6 +107,8 @@ impl WorkQueue {
     }
 
     /// Claims a slot and calls `post`, which returns true if the device has the request.
+    // Without this and that of `send_now`, an awaited WRITE takes 5 % more (`scripts/instructions`:
+    // 877 instead of 833).
     #[inline(always)]
     fn send_by(self: &Arc<Self>, post: impl FnOnce(&Qp, WrId) -> bool) -> Option<Claim<Self>> {
         let mut state = lock(&self.state);

@@ -79,14 +79,14 @@ impl Devices {
 
 /// Returns settings that notice a lost peer within a second, and survive loss.
 fn config() -> ConnectionConfig {
-    let options = RetryConfig {
+    let retries = RetryConfig {
         timeout: AckTimeout::from_code(11),
         retry_count: 7,
         ..RetryConfig::default()
     };
     // A lost peer does not acknowledge the ping, which is noticed long before the answer is due.
     let keepalive = Some((Duration::from_millis(200), Duration::from_secs(20)));
-    ConnectionConfig::for_streams().retries(options).keepalive(keepalive)
+    ConnectionConfig::for_streams().retries(retries).keepalive(keepalive)
 }
 
 /// Returns a body without an end.
