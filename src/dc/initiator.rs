@@ -200,9 +200,8 @@ impl DcInitiator {
     /// Makes the initiator ready to send, from any state, and ends all its operations.
     ///
     /// The device flushes operations in flight for up to 1 ms. The others fail with
-    /// [`OpErrorKind::Closed`](crate::OpErrorKind::Closed), and the device no longer accesses their
-    /// buffers. Concurrent operations may fail with
-    /// [`OpErrorKind::State`](crate::OpErrorKind::State).
+    /// [`OpErrorKind::Closed`], and the device no longer accesses their buffers. Concurrent
+    /// operations may fail with [`OpErrorKind::State`].
     ///
     /// # Errors
     ///
