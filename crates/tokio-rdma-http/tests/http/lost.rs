@@ -193,7 +193,7 @@ fn body_without_a_length_from_a_lost_server_ends_with_an_error() {
 fn upload_of_a_lost_client_does_not_look_complete() {
     run(async |devices| {
         for loss in LOSSES {
-            for length in ["Service-Length: 1000000000000", "Transfer-Encoding: chunked"] {
+            for length in ["Content-Length: 1000000000000", "Transfer-Encoding: chunked"] {
                 let (events, mut observed) = mpsc::unbounded_channel();
                 let upload = async move |request: axum::extract::Request| {
                     let mut body = request.into_body();
