@@ -4,3 +4,4 @@ mod columns;
 mod cycles;
 mod docs;
 mod layering;
+mod miri;
