@@ -1158,6 +1158,20 @@ fn repeated_connections_leak_no_descriptor_or_address() {
     });
 }
 
+/// Polls the future, and drops it instead of a poll after the given number.
+async fn polled_at_most<T>(mut polls: u32, future: impl Future<Output = T>) -> Option<T> {
+    let mut future = Some(Box::pin(future));
+    std::future::poll_fn(|context| {
+        if polls == 0 {
+            future = None;
+            return Poll::Ready(None);
+        }
+        polls -= 1;
+        future.as_mut().unwrap().as_mut().poll(context).map(Some)
+    })
+    .await
+}
+
 #[test]
 fn cancelled_connects_and_accepts_hang_nothing_and_fail_their_queue_pairs() {
     bounded("giving up", 5 * LONG, || {
@@ -1173,18 +1187,20 @@ fn cancelled_connects_and_accepts_hang_nothing_and_fail_their_queue_pairs() {
                 let (address, options) = (listener.local_addr(), ConnectConfig::default());
                 let mut outcomes = [0; 2];
                 for _ in 0..scaled(400) {
-                    let mut moment = |most: u64| Duration::from_micros(random.u64(..most));
-                    let (patience, theirs, ours) =
-                        (moment(2_000), Mutex::new(None), Mutex::new(None));
-                    let active = tokio::time::timeout(moment(2_000), async {
+                    let mut patience = || Duration::from_micros(random.u64(..2_000));
+                    let (our_patience, their_patience) = (patience(), patience());
+                    // A fast connection ends before the shortest timeout of Tokio, 1 ms.
+                    let polls = random.u32(..16);
+                    let (theirs, ours) = (Mutex::new(None), Mutex::new(None));
+                    let active = polled_at_most(polls, async {
                         let made = cm::connect(&a.device, address, &options, |route| {
                             let queue_pair = route.prepare(a.builder()).build()?;
                             *ours.lock().unwrap() = Some(queue_pair.clone());
                             Ok(queue_pair)
                         });
-                        made.await
+                        tokio::time::timeout(our_patience, made).await.ok()
                     });
-                    let passive = tokio::time::timeout(patience, async {
+                    let passive = tokio::time::timeout(their_patience, async {
                         let request = listener.accept().await?;
                         let queue_pair = request.prepare(b.builder()).build().unwrap();
                         *theirs.lock().unwrap() = Some(queue_pair.clone());
@@ -1192,11 +1208,12 @@ fn cancelled_connects_and_accepts_hang_nothing_and_fail_their_queue_pairs() {
                     });
                     let (active, passive) =
                         soon("both", async { tokio::join!(active, passive) }).await;
+                    let active = active.flatten().map(|made| made.map(|(_, link)| link));
                     for (link, queue_pair) in [
-                        (active.map(|made| made.map(|(_, link)| link)), ours.into_inner().unwrap()),
-                        (passive, theirs.into_inner().unwrap()),
+                        (active, ours.into_inner().unwrap()),
+                        (passive.ok(), theirs.into_inner().unwrap()),
                     ] {
-                        let ready = matches!(&link, Ok(Ok(link)) if link.is_connected());
+                        let ready = matches!(&link, Some(Ok(link)) if link.is_connected());
                         outcomes[usize::from(ready)] += 1;
                         if let Some(queue_pair) = queue_pair.filter(|_| !ready) {
                             assert_eq!(state(&queue_pair), QpState::Err);
