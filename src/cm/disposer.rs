@@ -2,13 +2,17 @@
 
 use std::mem;
 use std::sync::Arc;
+use std::time::{Duration, Instant};
 
-use rdma_provider::locks::Mutex;
+use rdma_provider::locks::{Condvar, Mutex};
 
 use crate::blocking;
 
 #[derive(Debug)]
-pub(super) struct Disposer<T>(Mutex<State<T>>);
+pub(super) struct Disposer<T> {
+    state: Mutex<State<T>>,
+    idle: Condvar,
+}
 
 #[derive(Debug)]
 struct State<T> {
@@ -21,7 +25,8 @@ pub(super) const STALL_LENGTH: usize = 256;
 
 impl<T> Default for Disposer<T> {
     fn default() -> Self {
-        Self(Mutex::new(State { waiting: Vec::new(), busy: false, stalled: false }))
+        let state = State { waiting: Vec::new(), busy: false, stalled: false };
+        Self { state: Mutex::new(state), idle: Condvar::new() }
     }
 }
 
@@ -35,7 +40,7 @@ impl<T: Send + 'static> Disposer<T> {
         items: impl IntoIterator<Item = T>,
         on_resume: F,
     ) {
-        let mut state = self.0.lock();
+        let mut state = self.state.lock();
         state.waiting.extend(items);
         if state.waiting.is_empty() || mem::replace(&mut state.busy, true) {
             return;
@@ -47,12 +52,13 @@ impl<T: Send + 'static> Disposer<T> {
 
     fn drop_all(&self, on_resume: impl Fn()) {
         loop {
-            let mut state = self.0.lock();
+            let mut state = self.state.lock();
             let items = mem::take(&mut state.waiting);
             state.busy = !items.is_empty();
             if !state.busy {
                 let resumes = mem::take(&mut state.stalled);
                 drop(state);
+                self.idle.notify_all();
                 if resumes {
                     on_resume();
                 }
@@ -63,8 +69,21 @@ impl<T: Send + 'static> Disposer<T> {
         }
     }
 
+    /// Blocks until everything is dropped, for at most `limit`.
+    pub(super) fn wait_until_idle(&self, limit: Duration) {
+        let end = Instant::now() + limit;
+        let mut state = self.state.lock();
+        while state.busy {
+            let left = end.saturating_duration_since(Instant::now());
+            if left.is_zero() {
+                return;
+            }
+            self.idle.wait_for(&mut state, left);
+        }
+    }
+
     pub(super) fn is_stalled(&self) -> bool {
-        let mut state = self.0.lock();
+        let mut state = self.state.lock();
         let many = state.busy && state.waiting.len() >= STALL_LENGTH;
         state.stalled |= many;
         many
@@ -109,7 +128,7 @@ mod tests {
         };
         dispose(0);
         dispose(1);
-        while !disposer.0.lock().waiting.is_empty() {
+        while !disposer.state.lock().waiting.is_empty() {
             thread::yield_now();
         }
         for _ in 1..STALL_LENGTH {
@@ -118,8 +137,11 @@ mod tests {
         assert!(!disposer.is_stalled());
         dispose(1);
         assert!(disposer.is_stalled());
+        disposer.wait_until_idle(Duration::from_millis(1));
         assert_eq!((gone.load(Ordering::SeqCst), on_resume.load(Ordering::SeqCst)), (0, 0));
         held.clear();
+        disposer.wait_until_idle(Duration::from_secs(600));
+        assert_eq!(gone.load(Ordering::SeqCst), STALL_LENGTH + 1);
         while on_resume.load(Ordering::SeqCst) == 0 {
             thread::yield_now();
         }

@@ -99,8 +99,17 @@ impl Listener {
         let backlog = config.checked()?;
         let mut last = None;
         for address in lookup(address, &ConnectConfig::default()).await? {
-            let attempt =
-                async { Self::bind_one(&Router::of(device).await?, address, backlog).await };
+            let attempt = async {
+                let router = Router::of(device).await?;
+                match Self::bind_one(&router, address, backlog).await {
+                    Err(ConnectError::AddressInUse { .. }) => {
+                        // A listener dropped a moment ago may still have the address.
+                        router.disposed().await?;
+                        Self::bind_one(&router, address, backlog).await
+                    }
+                    bound => bound,
+                }
+            };
             match attempt.await {
                 Ok(listener) => return Ok(listener),
                 Err(error) => last = Some(error.during(ConnectStep::Listen, address)),

@@ -3,6 +3,7 @@
 
 use std::collections::BTreeMap;
 use std::sync::{Arc, Weak};
+use std::time::Duration;
 
 use rdma_provider::locks::Mutex;
 use tokio::runtime::{self, Handle};
@@ -157,6 +158,19 @@ impl Router {
                 router.schedule_drain(Vec::new());
             }
         });
+    }
+
+    /// Waits until the ids given to [`dispose`](Self::dispose) are destroyed, for at most a second.
+    pub(super) async fn disposed(&self) -> Result<(), ConnectError> {
+        if !self.channel.may_block() {
+            return Ok(());
+        }
+        let disposer = Arc::clone(&self.disposer);
+        on_blocking_thread(move || {
+            disposer.wait_until_idle(Duration::from_secs(1));
+            Ok(())
+        })
+        .await
     }
 
     pub(super) fn drain(self: &Arc<Self>) {
