@@ -70,7 +70,8 @@ impl PathConfig {
     }
 
     /// Sets how many routers RoCE packets may pass, 1 to 255; default 64. It is `hop_limit` of
-    /// `ibv_create_ah(3)`.
+    /// `ibv_create_ah(3)`. The kernel may replace it by the hop limit of the IP route, as it does
+    /// for SoftRoCE.
     pub const fn hop_limit(mut self, hop_limit: u8) -> Self {
         self.hop_limit = Some(hop_limit);
         self

@@ -8,7 +8,7 @@ use tokio_rdma::{QueuePair, SetupError};
 
 use super::dynamic::{Node, setup};
 use crate::common::pair::{Pair, Shape};
-use crate::common::{Setup, in_every_mode, run};
+use crate::common::{Setup, in_every_mode, run, rxe};
 
 fn path() -> PathConfig {
     PathConfig::default().dscp(26).service_level(3).hop_limit(8).max_mtu(Mtu::Mtu512)
@@ -28,8 +28,14 @@ async fn connected_queue_pairs_have_the_path_of_their_settings(mode: &str) {
         for side in [&pair.a, &pair.b] {
             let attr = side.qp.query().unwrap().1;
             let address = attr.address.unwrap();
-            assert_eq!((address.traffic_class, address.hop_limit), (104, 8));
-            assert_eq!((address.service_level, address.flow_label), (3, 0xf_ffff));
+            assert_eq!((address.traffic_class, address.flow_label), (104, 0xf_ffff));
+            let device = side.pd.device();
+            if !rxe::known(device, &rxe::HOP_LIMIT_OF_ROUTE) {
+                assert_eq!(address.hop_limit, 8);
+            }
+            if !rxe::known(device, &rxe::NO_SERVICE_LEVEL) {
+                assert_eq!(address.service_level, 3);
+            }
             assert_eq!(attr.path_mtu, Some(Mtu::Mtu512));
         }
         if transport == Transport::Rc {
