@@ -161,7 +161,7 @@ pub use connection::{
 pub use engine::{CompletionMode, CompletionQueue};
 pub use error::{OpError, OpErrorKind, SetupError, VerbError};
 pub use memory::{Buf, BufMut, ExposedRegion, Pool, RemoteRegion};
-pub use op::{Batch, QueuePair, QueuePairEndpoint, SharedReceiveQueue};
+pub use op::{Batch, PathConfig, QueuePair, QueuePairEndpoint, SharedReceiveQueue};
 #[cfg(not(loom))]
 pub use stream::{RdmaListener, RdmaStream};
 pub use types::{Access, Imm};

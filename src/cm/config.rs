@@ -2,7 +2,9 @@ use std::net::{IpAddr, SocketAddr};
 use std::time::Duration;
 
 use crate::error::{LimitError, SetupError};
-use crate::op::RetryConfig;
+use crate::op::{PathConfig, RetryConfig};
+
+use super::error::ConnectError;
 
 /// Settings for connecting to a listener, or for accepting a request. Module [`cm`](super) has an
 /// example.
@@ -16,6 +18,7 @@ pub struct ConnectConfig {
     pub(super) reads: Option<u8>,
     pub(super) keepalive: Option<Duration>,
     retries: RetryConfig,
+    pub(super) path: PathConfig,
 }
 
 impl Default for ConnectConfig {
@@ -30,6 +33,7 @@ impl Default for ConnectConfig {
             reads: None,
             keepalive: None,
             retries: RetryConfig::default(),
+            path: PathConfig::default(),
         }
     }
 }
@@ -111,6 +115,14 @@ impl ConnectConfig {
         self
     }
 
+    /// Sets the path of this side's packets. Its fields override those of
+    /// [`QueuePairBuilder::path`](crate::op::QueuePairBuilder::path), and both override what the
+    /// connection manager selects. The peer's packets have the path of the peer's settings.
+    pub const fn path(mut self, path: PathConfig) -> Self {
+        self.path = path;
+        self
+    }
+
     pub(super) fn source_to(
         &self,
         destination: SocketAddr,
@@ -123,9 +135,10 @@ impl ConnectConfig {
         Ok(Some(SocketAddr::new(source, 0)))
     }
 
-    pub(super) fn checked(&self, max_data: usize) -> Result<(&[u8], RetryConfig), LimitError> {
+    pub(super) fn checked(&self, max_data: usize) -> Result<(&[u8], RetryConfig), ConnectError> {
         check_private_data(&self.private_data, max_data)?;
         self.retries.check()?;
+        self.path.check()?;
         Ok((&self.private_data, self.retries))
     }
 }

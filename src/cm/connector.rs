@@ -271,7 +271,8 @@ impl Route {
                 })
                 .await?;
             endpoint.inbox().attach_queue_pair(queue_pair);
-            let ready = make_ready(endpoint.id(), queue_pair, reads.agreed(&peer), retries);
+            let ready =
+                make_ready(endpoint.id(), queue_pair, reads.agreed(&peer), retries, config.path);
             let confirmed = ready.and_then(|()| Ok(endpoint.id().establish()?));
             endpoint.explain(confirmed, ConnectStep::Confirm, address).await?;
             Ok(peer)

@@ -539,7 +539,7 @@ impl ConnectionRequest {
         with_deadline(config.timeout, ConnectStep::Establish, address, async || {
             endpoint.inbox().attach_queue_pair(queue_pair);
             let params = reads.params(queue_pair, private_data, config.timeout);
-            let ready = make_ready(endpoint.id(), queue_pair, reads, retries);
+            let ready = make_ready(endpoint.id(), queue_pair, reads, retries, config.path);
             let accepted = ready.and_then(|()| Ok(endpoint.id().accept(&params)?));
             endpoint.explain(accepted, ConnectStep::Accept, address).await?;
             endpoint

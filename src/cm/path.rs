@@ -3,7 +3,7 @@ use std::time::Duration;
 
 use crate::dispatch::CmId;
 use crate::error::{LimitError, SetupError};
-use crate::op::{self, QueuePair, QueuePairBuilder, RetryConfig};
+use crate::op::{self, PathConfig, QueuePair, QueuePairBuilder, RetryConfig};
 use crate::types::{GidEntry, PortAttr, PortNum, QpState, TransitionError, Transport};
 use crate::verbs::{Device, entry_with};
 use rdma_provider::cm_contract::{CmAnswer, CmId as _, CmParams, CmPeer, CmRoute};
@@ -33,7 +33,7 @@ impl Path {
     }
 
     pub(super) fn prepare(&self, builder: QueuePairBuilder) -> QueuePairBuilder {
-        builder.path(op::Path::At(self.attr.clone(), self.entry))
+        builder.port_and_gid(op::Source::At(self.attr.clone(), self.entry))
     }
 
     pub(super) fn check(&self, device: &Device, queue_pair: &QueuePair) -> Result<(), SetupError> {
@@ -43,7 +43,7 @@ impl Path {
             let what = "transports of the queue pair and the connection manager";
             return Err(SetupError::mismatch(what, format!("{:?}", queue_pair.transport()), "Rc"));
         }
-        let (port, entry) = queue_pair.path();
+        let (port, entry) = queue_pair.port_and_gid();
         if port != self.port {
             let what = "ports of the queue pair and the path to the peer (use prepare)";
             return Err(SetupError::mismatch(what, port, self.port));
@@ -123,8 +123,12 @@ pub(super) fn make_ready(
     queue_pair: &QueuePair,
     reads: Reads,
     retries: RetryConfig,
+    path: PathConfig,
 ) -> Result<(), ConnectError> {
+    let path = path.or(queue_pair.local().path);
     let mut receive = id.qp_attr(QpState::Rtr)?;
+    receive.address = receive.address.map(|address| path.applied(address));
+    receive.path_mtu = receive.path_mtu.map(|mtu| path.limited(mtu));
     receive.min_rnr_timer = Some(retries.rnr_timer);
     receive.max_dest_rd_atomic = Some(reads.serve);
     queue_pair.modify(&receive)?;
@@ -145,7 +149,46 @@ mod tests {
     use crate::cm::{Listener, resolve};
     use crate::engine::{CompletionMode, CompletionQueue};
     use crate::software::Network;
-    use crate::types::{AckTimeout, RnrTimer};
+    use crate::types::{AckTimeout, Mtu, RnrTimer};
+
+    #[test]
+    fn path_of_the_settings_overrides_that_of_the_queue_pair() {
+        let device = Device::software_in(&Network::new(), "path").unwrap();
+        let (pd, queue) = (
+            device.protection_domain().unwrap(),
+            CompletionQueue::new(&device, CompletionMode::Event).unwrap(),
+        );
+        let path = PathConfig::default();
+        let builder = || QueuePair::builder(&pd, &queue).path(path.dscp(26).hop_limit(8));
+        let config = ConnectConfig::default().path(path.dscp(46).max_mtu(Mtu::Mtu512));
+        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
+        runtime.block_on(async {
+            let listener = Listener::bind(&device, "127.0.0.1:0").await.unwrap();
+            let passive = async {
+                let request = listener.accept().await.unwrap();
+                let qp = request.prepare(builder()).build().unwrap();
+                (request.accept(&qp, &config).await.unwrap(), qp)
+            };
+            let active = async {
+                let route = resolve(&device, listener.local_addr()).await.unwrap();
+                let qp = route.prepare(builder()).build().unwrap();
+                (route.connect(&qp, &config).await.unwrap(), qp)
+            };
+            let (passive, active) = join(passive, active).await;
+            for (_link, qp) in [active, passive] {
+                let attr = qp.query().unwrap().1;
+                let address = attr.address.unwrap();
+                assert_eq!((address.traffic_class, address.hop_limit), (184, 8));
+                assert_eq!(attr.path_mtu, Some(Mtu::Mtu512));
+            }
+
+            let bad = ConnectConfig::default().path(path.hop_limit(0));
+            let route = resolve(&device, listener.local_addr()).await.unwrap();
+            let qp = route.prepare(builder()).build().unwrap();
+            let refused = route.connect(&qp, &bad).await.map(drop).unwrap_err();
+            assert_eq!(refused, SetupError::at_least("hop_limit", 0, 1).unwrap_err().into());
+        });
+    }
 
     #[test]
     fn connected_queue_pair_has_the_timers_and_reads_of_its_options() {

@@ -15,7 +15,7 @@ use super::resources::{ConnectionResources, ResourceCache};
 use crate::cm;
 use crate::engine::{CompletionMode, CompletionQueue};
 use crate::error::{LimitError, SetupError};
-use crate::op::{Path, RetryConfig};
+use crate::op::{PathConfig, RetryConfig, Source};
 use crate::types::{Gid, PortNum};
 use crate::verbs::{Device, ProtectionDomain};
 
@@ -84,7 +84,8 @@ pub struct ConnectionConfig {
     /// Set by a [`ListenerConfig`](super::ListenerConfig).
     pub(super) user_data: Bytes,
     pub(super) protection_domain: Option<ProtectionDomain>,
-    pub(super) path: Path,
+    pub(super) source: Source,
+    pub(super) path: PathConfig,
     pub(super) service: Service,
 }
 
@@ -126,7 +127,8 @@ impl Default for ConnectionConfig {
             connect_timeout: Duration::from_secs(15),
             user_data: Bytes::new(),
             protection_domain: None,
-            path: Path::Any,
+            source: Source::Any,
+            path: PathConfig::default(),
             service: Service::Messages,
         }
     }
@@ -280,6 +282,13 @@ impl ConnectionConfig {
         self
     }
 
+    /// Sets the path of this side's packets, for example their traffic class; see [`PathConfig`]
+    /// for defaults. The peer's packets have the path of the peer's settings.
+    pub fn path(mut self, path: PathConfig) -> Self {
+        self.path = path;
+        self
+    }
+
     /// Sets how shared completion queues are polled; by events unless set. With events there are
     /// two, one for sends and one for receives, otherwise one for both. Connections of the same
     /// runtime, device and mode share them; a multi-threaded runtime has one set per worker thread.
@@ -324,14 +333,14 @@ impl ConnectionConfig {
     /// manager selects the path: other peers fail with [`SetupError::Mismatch`], or are rejected by
     /// a listener. See [`QueuePairBuilder::peer`](crate::op::QueuePairBuilder::peer).
     pub fn peer(mut self, peer: impl Into<Gid>) -> Self {
-        self.path = Path::To(peer.into());
+        self.source = Source::To(peer.into());
         self
     }
 
     /// Sends from this entry of this port's GID table, with the same restrictions as
     /// [`peer`](Self::peer). See [`QueuePairBuilder::source`](crate::op::QueuePairBuilder::source).
     pub fn source(mut self, port: PortNum, gid_index: u8) -> Self {
-        self.path = Path::From(port, gid_index);
+        self.source = Source::From(port, gid_index);
         self
     }
 
@@ -340,11 +349,11 @@ impl ConnectionConfig {
         (port, gid_index): (PortNum, u8),
         peer: Gid,
     ) -> Result<(), SetupError> {
-        let (what, ours, theirs) = match self.path {
-            Path::To(asked) if asked != peer => {
+        let (what, ours, theirs) = match self.source {
+            Source::To(asked) if asked != peer => {
                 ("peer GIDs of the configuration and the path", asked.to_string(), peer.to_string())
             }
-            Path::From(asked, index) if (asked, index) != (port, gid_index) => {
+            Source::From(asked, index) if (asked, index) != (port, gid_index) => {
                 let name = |port, index| format!("port {port}, GID index {index}");
                 (
                     "sources of the configuration and the path",
@@ -352,13 +361,13 @@ impl ConnectionConfig {
                     name(port, gid_index),
                 )
             }
-            Path::Any | Path::To(_) | Path::From(..) | Path::At(..) => return Ok(()),
+            Source::Any | Source::To(_) | Source::From(..) | Source::At(..) => return Ok(()),
         };
         Err(SetupError::Mismatch { what, ours, theirs })
     }
 
     pub(super) const fn accepts_any_peer(&self) -> bool {
-        matches!(self.path, Path::Any)
+        matches!(self.source, Source::Any)
     }
 
     pub(super) fn resources(
@@ -466,7 +475,7 @@ impl ConnectionConfig {
         LimitError::check("send_buffers", self.send_buffers.into(), buffers)?;
         LimitError::check(budget::FIELD, self.first_bytes(), self.budget.limit())?;
         self.retries.check()?;
-        Ok(())
+        self.path.check()
     }
 }
 
@@ -475,6 +484,53 @@ mod tests {
     use super::*;
     use crate::connection::{Connection, EstablishError, Listener};
     use crate::software::Network;
+    use crate::stream::{RdmaListener, RdmaStream};
+
+    fn run(test: impl AsyncFnOnce(Device)) {
+        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
+        runtime.block_on(test(Device::software_in(&Network::new(), "config").unwrap()));
+    }
+
+    #[test]
+    fn connections_and_streams_have_the_path_of_their_own_settings() {
+        run(async |device| {
+            let at = "127.0.0.1:0";
+            let with =
+                |dscp| ConnectionConfig::for_streams().path(PathConfig::default().dscp(dscp));
+            let (ours, theirs) = (with(26), with(46));
+            let class = |qp: &crate::QueuePair| {
+                let address = qp.query().unwrap().1.address.unwrap();
+                (address.traffic_class, address.hop_limit)
+            };
+
+            let listener = Listener::bind_with(&device, at, &theirs).await.unwrap();
+            let to = listener.local_addr().unwrap();
+            let connecting = Connection::connect_with(&device, to, &ours);
+            let (active, passive) = tokio::try_join!(connecting, listener.accept()).unwrap();
+            assert_eq!((class(active.qp()), class(passive.qp())), ((104, 64), (184, 64)));
+
+            let listener = RdmaListener::bind_with(&device, at, &theirs).await.unwrap();
+            let to = listener.local_addr().unwrap();
+            let connecting = RdmaStream::connect_with(&device, to, &ours);
+            let accepting = async { Ok(listener.accept().await.unwrap().0) };
+            let (active, passive) = tokio::try_join!(connecting, accepting).unwrap();
+            let class = |stream: &RdmaStream| class(&stream.handle().shared.qp);
+            assert_eq!((class(&active), class(&passive)), ((104, 64), (184, 64)));
+        });
+    }
+
+    #[test]
+    fn path_out_of_range_is_refused_when_binding_and_connecting() {
+        run(async |device| {
+            let config = ConnectionConfig::default().path(PathConfig::default().dscp(64));
+            let limit = LimitError { field: "dscp", asked: 64, allowed: 63 };
+            let refused = EstablishError::Setup(limit.into());
+            let bound = Listener::bind_with(&device, "127.0.0.1:0", &config).await;
+            assert_eq!(bound.unwrap_err(), refused);
+            let connected = Connection::connect_with(&device, "127.0.0.1:9", &config).await;
+            assert_eq!(connected.unwrap_err(), refused);
+        });
+    }
 
     #[test]
     fn buffer_counts_beyond_the_pool_limits_are_refused_when_binding_and_connecting() {

@@ -235,7 +235,9 @@ impl Connection {
     ) -> Result<PreparedConnection, SetupError> {
         config.check(pd.device())?;
         let resources = ConnectionResources::in_domain(pd, config)?;
-        PreparedConnection::new(resources, config, |builder| builder.path(config.path.clone()))
+        PreparedConnection::new(resources, config, |builder| {
+            builder.port_and_gid(config.source.clone())
+        })
     }
 
     /// Sends a message. Waits for a credit of the peer and, if the message is long, for

@@ -9,7 +9,7 @@ use super::target::path_mtu;
 use crate::dispatch::SendCounters;
 use crate::engine::{CompletionQueue, Receiver, ReceiverKey, WorkQueueCounters};
 use crate::error::{LimitError, OpErrorKind, SetupError};
-use crate::op::{Destination, Posting, QueuePair, QueuePairBuilder, RetryConfig};
+use crate::op::{Destination, PathConfig, Posting, QueuePair, QueuePairBuilder, RetryConfig};
 use crate::types::{
     AddressVector, DcKey, Gid, Mtu, PortNum, QpAttr, QpCaps, QpState, Qpn, Transport,
 };
@@ -128,6 +128,7 @@ impl DcInitiator {
         }
         let mut route = AddressVector::new(local.port, local.gid.index, address.gid);
         route.dlid = address.lid;
+        let route = local.path.applied(route);
         let handle = self.protection_domain().address_handle(&route)?;
         let DcAddress { number, key, mtu, .. } = *address;
         Ok(DcPeer { handle, number, key, mtu })
@@ -241,9 +242,10 @@ impl DcInitiator {
     fn move_to_rts(&self) -> Result<(), SetupError> {
         let Setup { retries, mtu, reads, .. } = *self.setup;
         let local = self.qp.local();
+        let address = AddressVector::new(local.port, local.gid.index, local.gid.gid);
         self.qp.modify(&QpAttr {
             // The source of packets; each work request names its route.
-            address: Some(AddressVector::new(local.port, local.gid.index, local.gid.gid)),
+            address: Some(local.path.applied(address)),
             path_mtu: Some(mtu),
             ..QpAttr::to_state(QpState::Rtr)
         })?;
@@ -342,6 +344,13 @@ impl DcInitiatorBuilder {
     /// support. The default suits targets on the same model of device.
     pub fn reads(mut self, requests: u8) -> Self {
         self.reads = Some(requests);
+        self
+    }
+
+    /// Sets the path of packets to all peers, like [`QueuePairBuilder::path`]. Its MTU limit lowers
+    /// the default of [`mtu`](Self::mtu), which must not exceed it.
+    pub fn path(mut self, path: PathConfig) -> Self {
+        self.queue_pair = self.queue_pair.path(path);
         self
     }
 

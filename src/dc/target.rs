@@ -5,7 +5,7 @@ use super::DcAddress;
 use crate::dispatch::TargetCounters;
 use crate::engine::{SharedReceives, TargetCore};
 use crate::error::{LimitError, SetupError, VerbError};
-use crate::op::{Path, SharedReceiveQueue};
+use crate::op::{PathConfig, SharedReceiveQueue, Source};
 use crate::types::{
     Access, AddressVector, DcKey, Gid, Mtu, PortNum, QpAttr, QpState, Qpn, RnrTimer,
 };
@@ -81,7 +81,8 @@ impl DcTarget {
             mtu: None,
             rnr_timer: RnrTimer::from_code(12),
             key: None,
-            path: Path::Any,
+            source: Source::Any,
+            path: PathConfig::default(),
         }
     }
 
@@ -141,7 +142,8 @@ pub struct DcTargetBuilder {
     mtu: Option<Mtu>,
     rnr_timer: RnrTimer,
     key: Option<DcKey>,
-    path: Path,
+    source: Source,
+    path: PathConfig,
 }
 
 impl DcTargetBuilder {
@@ -171,17 +173,24 @@ impl DcTargetBuilder {
         self
     }
 
+    /// Sets the path of responses. Its MTU limit lowers the default of [`mtu`](Self::mtu), which
+    /// must not exceed it.
+    pub fn path(mut self, path: PathConfig) -> Self {
+        self.path = path;
+        self
+    }
+
     /// Chooses port and GID to reach this peer, like
     /// [`QueuePairBuilder::peer`](crate::op::QueuePairBuilder::peer).
     pub fn peer(mut self, peer: impl Into<Gid>) -> Self {
-        self.path = Path::To(peer.into());
+        self.source = Source::To(peer.into());
         self
     }
 
     /// Sets port and GID index, like
     /// [`QueuePairBuilder::source`](crate::op::QueuePairBuilder::source).
     pub fn source(mut self, port: PortNum, gid_index: u8) -> Self {
-        self.path = Path::From(port, gid_index);
+        self.source = Source::From(port, gid_index);
         self
     }
 
@@ -193,12 +202,14 @@ impl DcTargetBuilder {
     ///   ([`DeviceAttr::dc`](crate::types::DeviceAttr::dc)).
     /// - [`SetupError::Foreign`] if the shared receive queue belongs to another protection domain.
     /// - [`SetupError::NoGid`] without an active port or the requested GID.
-    /// - [`SetupError::Limit`] if the MTU exceeds the MTU of the port.
+    /// - [`SetupError::Limit`] if the MTU exceeds the MTU of the port or of the path; this or
+    ///   [`SetupError::TooSmall`] for another value of the path out of range.
     pub fn build(self) -> Result<DcTarget, SetupError> {
-        let Self { pd, srq, access, mtu, rnr_timer, key, path } = self;
+        let Self { pd, srq, access, mtu, rnr_timer, key, source, path } = self;
+        path.check()?;
         let device = pd.device();
-        let (port, gid) = path.choose(device)?;
-        let mtu = path_mtu(mtu, port.active_mtu)?;
+        let (port, gid) = source.choose(device)?;
+        let mtu = path_mtu(mtu, path.limited(port.active_mtu))?;
         let key = match key {
             Some(key) => key,
             None => DcKey(device.random()?),
@@ -214,9 +225,10 @@ impl DcTargetBuilder {
             access: Some(access),
             ..QpAttr::to_state(QpState::Init)
         };
+        let address = AddressVector::new(port.port, gid.index, gid.gid);
         let rtr = QpAttr {
             // The source of responses: the device uses only the local side of the route.
-            address: Some(AddressVector::new(port.port, gid.index, gid.gid)),
+            address: Some(path.applied(address)),
             path_mtu: Some(mtu),
             min_rnr_timer: Some(rnr_timer),
             ..QpAttr::to_state(QpState::Rtr)

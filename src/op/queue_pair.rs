@@ -8,8 +8,8 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, OnceLock, Weak};
 use std::task::Waker;
 
-pub(crate) use self::builder::Path;
 pub use self::builder::QueuePairBuilder;
+pub(crate) use self::builder::Source;
 use crate::dispatch::{ReceiveCounters, SendCounters};
 use crate::engine::{
     CompletionMode, CompletionQueue, QueuePairCore, WorkQueue, WorkQueueCounters, WorkRequest,
@@ -18,7 +18,7 @@ use crate::error::{OpErrorKind, SetupError};
 use crate::memory::{BufMut, Pool, PoolError};
 use crate::op::post::Destination;
 use crate::op::post_state::PostState;
-use crate::op::{QueuePairEndpoint, RetryConfig};
+use crate::op::{PathConfig, QueuePairEndpoint, RetryConfig};
 use crate::types::{
     AddressVector, Gid, GidEntry, LinkLayer, Mtu, PortNum, Psn, QpAttr, QpCaps, QpState, Qpn,
     Transport,
@@ -116,6 +116,7 @@ pub(crate) struct Local {
     fixed_gid: bool,
     lid: u16,
     pub(crate) link_layer: LinkLayer,
+    pub(crate) path: PathConfig,
     pub(crate) mtu: Mtu,
     reads: u8,
 }
@@ -223,7 +224,7 @@ impl QueuePair {
         let mut address = AddressVector::new(local.port, local.gid.index, peer.gid);
         address.dlid = peer.lid;
         self.modify(&QpAttr {
-            address: Some(address),
+            address: Some(local.path.applied(address)),
             path_mtu: Some(local.mtu.min(peer.mtu)),
             dest_qpn: Some(peer.qpn),
             rq_psn: Some(peer.psn),
@@ -402,7 +403,7 @@ impl QueuePair {
         self.inner.local
     }
 
-    pub(crate) fn path(&self) -> (PortNum, GidEntry) {
+    pub(crate) fn port_and_gid(&self) -> (PortNum, GidEntry) {
         (self.inner.local.port, self.inner.local.gid)
     }
 

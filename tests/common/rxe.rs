@@ -96,6 +96,10 @@ pub(crate) const FENCED_WORK_STALLS: Deviation = Deviation(
     "fenced work may stall until the next post: the requester sets `wait_fence` after it checked \
      the preceding work, which the completer may have finished in between",
 );
+pub(crate) const HOP_LIMIT_OF_ROUTE: Deviation =
+    Deviation("the kernel replaces the hop limit of an address vector by that of the IP route");
+pub(crate) const NO_SERVICE_LEVEL: Deviation =
+    Deviation("the service level of an address vector is not kept");
 pub(crate) const READS_WAIT: Deviation =
     Deviation("a READ on a queue pair with max_rd_atomic 0 never completes");
 pub(crate) const GRH_ON_CONNECTIONS: Deviation =

@@ -12,6 +12,7 @@ mod leases;
 mod lifetimes;
 mod misuse;
 mod operations;
+mod paths;
 #[cfg(feature = "ibverbs")]
 mod raw_handles;
 mod shared;

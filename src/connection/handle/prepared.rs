@@ -40,6 +40,7 @@ impl PreparedConnection {
         let describe = |builder| describe(builder).holding(resources);
         let builder = QueuePair::builder(pd, &sends).receive_completions(&of_receives);
         let builder = builder.max_send_wr(config.max_send_wr).max_recv_wr(config.most_receives());
+        let builder = builder.path(config.path);
         let qp = describe(builder.max_sge(1).max_inline(config.max_inline).solicited().notifies())
             .build()?;
         let state = Box::new(ConnectionState::new(qp.clone(), config, pools, budget));

@@ -42,7 +42,7 @@ fn batch_that_was_done_before_a_reset_has_succeeded() {
         // Both ends are reset and reconnected for the next round.
         b.modify(&QpAttr::to_state(QpState::Reset)).unwrap();
         for qp in [&a, &b] {
-            let path = qp.path().0;
+            let path = qp.port_and_gid().0;
             let access = Some(Access::REMOTE_ALL);
             let attr = QpAttr {
                 pkey_index: Some(0),

@@ -6,8 +6,8 @@ use super::{Inner, Local, QueuePair};
 use crate::engine::{CompletionMode, CompletionQueue, Limits, QueuePairCore, SharedReceives};
 use crate::error::{LimitError, SetupError};
 use crate::memory::PdKey;
-use crate::op::SharedReceiveQueue;
 use crate::op::post_state::PostState;
+use crate::op::{PathConfig, SharedReceiveQueue};
 use crate::types::{
     Access, DataPath, Gid, GidEntry, PortAttr, PortNum, PortState, Qkey, QpAttr, QpCaps, QpState,
     Qpn, Transport,
@@ -48,21 +48,22 @@ pub struct QueuePairBuilder {
     held: Option<Arc<dyn Any + Send + Sync>>,
     access: Option<Access>,
     qkey: Option<Qkey>,
-    path: Path,
+    source: Source,
+    path: PathConfig,
     number: Option<Qpn>,
     solicited: bool,
     notifies: bool,
 }
 
 #[derive(Debug, Clone)]
-pub(crate) enum Path {
+pub(crate) enum Source {
     Any,
     To(Gid),
     From(PortNum, u8),
     At(Arc<PortAttr>, GidEntry),
 }
 
-impl Path {
+impl Source {
     pub(crate) fn choose(self, device: &Device) -> Result<(Arc<PortAttr>, GidEntry), SetupError> {
         let (port, entry) = match self {
             Self::Any => device.default_path()?,
@@ -94,7 +95,8 @@ impl QueuePairBuilder {
             held: None,
             access: None,
             qkey: None,
-            path: Path::Any,
+            source: Source::Any,
+            path: PathConfig::default(),
             number: None,
             solicited: false,
             notifies: false,
@@ -178,14 +180,22 @@ impl QueuePairBuilder {
     /// and a peer may drop packets from another GID.
     #[must_use]
     pub fn peer(mut self, peer: impl Into<Gid>) -> Self {
-        self.path = Path::To(peer.into());
+        self.source = Source::To(peer.into());
         self
     }
 
     /// Sets port and GID index, whatever [`Device::gids`](crate::Device::gids) prefers.
     #[must_use]
     pub fn source(mut self, port: PortNum, gid_index: u8) -> Self {
-        self.path = Path::From(port, gid_index);
+        self.source = Source::From(port, gid_index);
+        self
+    }
+
+    /// Sets the path of its packets (RC, UC, DC). Datagrams have theirs in the
+    /// [`AddressVector`](crate::types::AddressVector) of each address handle.
+    #[must_use]
+    pub fn path(mut self, path: PathConfig) -> Self {
+        self.path = path;
         self
     }
 
@@ -219,8 +229,8 @@ impl QueuePairBuilder {
         self
     }
 
-    pub(crate) fn path(mut self, path: Path) -> Self {
-        self.path = path;
+    pub(crate) fn port_and_gid(mut self, source: Source) -> Self {
+        self.source = source;
         self
     }
 
@@ -229,7 +239,7 @@ impl QueuePairBuilder {
     /// # Errors
     ///
     /// - [`SetupError::Limit`] above a limit of the device, or for `max_recv_wr` with a shared
-    ///   receive queue;
+    ///   receive queue; this or [`SetupError::TooSmall`] for a [`path`](Self::path) out of range;
     /// - [`SetupError::CompletionQueueFull`] if a completion queue has too few unreserved entries;
     /// - [`SetupError::Foreign`] for queues of another device or protection domain;
     /// - [`SetupError::OtherCompletionQueue`] if [`receive_completions`](Self::receive_completions)
@@ -258,6 +268,7 @@ impl QueuePairBuilder {
             held,
             access,
             qkey,
+            source,
             path,
             number,
             solicited,
@@ -276,6 +287,12 @@ impl QueuePairBuilder {
                 what: "`qkey` applies to the transport UD only",
             });
         }
+        if path != PathConfig::default() && datagram {
+            return Err(SetupError::Unsupported {
+                what: "`path` applies to the transports RC, UC and DC only",
+            });
+        }
+        path.check()?;
         let recv_queue = match (&srq, recv_queue) {
             (None, asked) => {
                 caps.max_recv_wr = receives.unwrap_or(caps.max_recv_wr);
@@ -298,8 +315,8 @@ impl QueuePairBuilder {
             }
         };
         let (access, qkey) = (access.unwrap_or(Access::REMOTE_ALL), qkey.unwrap_or(Qkey(0)));
-        let fixed_gid = matches!(path, Path::From(..) | Path::At(..));
-        let (port, gid) = path.choose(device)?;
+        let fixed_gid = matches!(source, Source::From(..) | Source::At(..));
+        let (port, gid) = source.choose(device)?;
         let config = QpConfig { transport, caps };
         let (send_cq, recv_cq) = (send_queue.cq(), recv_queue.cq());
         let srq_verbs = srq.as_ref().map(SharedReceiveQueue::verbs);
@@ -355,7 +372,8 @@ impl QueuePairBuilder {
             fixed_gid,
             lid: port.lid,
             link_layer: port.link_layer,
-            mtu: port.active_mtu,
+            path,
+            mtu: path.limited(port.active_mtu),
             reads: device.attr().max_qp_rd_atom.min(device.attr().max_qp_init_rd_atom),
         };
         let post_state = PostState::new(&*core.qp()?, core.send());

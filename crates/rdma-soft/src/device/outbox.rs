@@ -4,6 +4,7 @@ use std::sync::Arc;
 
 use crate::dc::{Framed, Header};
 use crate::memory::dma::Payload;
+use crate::roce::marking::Marking;
 use crate::roce::packet::Packet;
 use rdma_provider::types::{Gid, Transport};
 
@@ -15,11 +16,17 @@ use crate::net::udp::Batch;
 pub(crate) struct Outbox<'a> {
     device: &'a Arc<DeviceInner>,
     batch: Option<Batch>,
+    marking: Marking,
 }
 
 impl<'a> Outbox<'a> {
-    pub(crate) const fn new(device: &'a Arc<DeviceInner>) -> Self {
-        Self { device, batch: None }
+    pub(crate) fn new(device: &'a Arc<DeviceInner>) -> Self {
+        Self { device, batch: None, marking: Marking::default() }
+    }
+
+    /// Marks the packets that are pushed next.
+    pub(crate) const fn mark(&mut self, marking: Marking) {
+        self.marking = marking;
     }
 
     /// Returns true if dropping it sends nothing.
@@ -69,7 +76,7 @@ impl<'a> Outbox<'a> {
         if !batch.has_capacity() {
             endpoint.send(batch);
         }
-        endpoint.push(batch, to, write);
+        endpoint.push(batch, (to, self.marking), write);
     }
 }
 

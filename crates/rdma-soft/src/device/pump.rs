@@ -445,12 +445,9 @@ impl QpInner {
                 return false;
             };
             let payload = payload_of(&sender.machine, &outgoing, &gather);
-            let to = if self.transport() == Transport::Ud {
-                outgoing.to.gid
-            } else {
-                sender.peer_at.gid
-            };
-            outbox.push(&outgoing.packet, to, &payload);
+            let to = if self.transport() == Transport::Ud { outgoing.to } else { sender.peer_at };
+            outbox.mark(to.marking);
+            outbox.push(&outgoing.packet, to.gid, &payload);
             budget.spend(payload.len());
             if let Some((pace, now)) = pace {
                 pace.spend(now, payload.len());
@@ -541,6 +538,7 @@ impl QpInner {
         let to = receiver.machine.config.peer_gid;
         let mut out = ReceiveSide { qp: self, deferred };
         let mut outbox = Outbox::new(&self.device);
+        outbox.mark(receiver.marking);
         let mut budget = Budget::slice();
         let mut gather = Gather::new();
         while let Some(reply) =

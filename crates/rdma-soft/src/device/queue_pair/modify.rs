@@ -10,6 +10,7 @@ use super::{QpInner, ReceiveSide, ReceiverHalf, SendSide, Sender, state_of};
 use crate::device::deferred::Deferred;
 use crate::device::pump::Budget;
 use crate::net::node::PORT;
+use crate::roce::marking::Marking;
 
 /// Maximum of the three-bit retry counters.
 const MAX_RETRY: u8 = 7;
@@ -97,6 +98,8 @@ impl QpInner {
             receive.peer_gid = address.dgid;
             new_path = sender.window_slot.is_none() || sender.peer_at.gid != address.dgid;
             sender.peer_at.gid = address.dgid;
+            let marking = Marking::of(&address);
+            (sender.peer_at.marking, receiver.marking) = (marking, marking);
         }
         sender.peer = None;
         if let Some(mtu) = attr.path_mtu {

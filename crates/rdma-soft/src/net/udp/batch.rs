@@ -5,6 +5,7 @@ use std::ops::Range;
 
 use super::peer_link::{MAX_PACKETS, WINDOW};
 use crate::roce::icrc::Header;
+use crate::roce::marking::Marking;
 
 /// Maximum bytes of a message, less headers.
 const MESSAGE: usize = 65_000;
@@ -22,6 +23,7 @@ const SEGMENTS: u16 = 64;
 #[derive(Debug)]
 pub(super) struct Group {
     pub(super) to: SocketAddr,
+    pub(super) marking: Marking,
     bytes: Range<usize>,
     pub(super) segment: usize,
     pub(super) count: u16,
@@ -69,6 +71,7 @@ impl Batch {
         self.bytes.extend_from_slice(image);
         self.groups.push(Group {
             to,
+            marking: Marking::default(),
             bytes: start..self.bytes.len(),
             segment: image.len(),
             count: 1,
@@ -79,7 +82,7 @@ impl Batch {
     pub(super) fn push(
         &mut self,
         header: &Header,
-        to: SocketAddr,
+        (to, marking): (SocketAddr, Marking),
         join: bool,
         write: impl FnOnce(&mut Vec<u8>),
     ) {
@@ -90,7 +93,8 @@ impl Batch {
         let open = |group: &Group| {
             let full = group.bytes.len() == group.segment * usize::from(group.count);
             let fits = group.count < SEGMENTS && group.bytes.len() + length <= MESSAGE;
-            join && group.to == to && full && fits && length <= group.segment
+            let same = (group.to, group.marking) == (to, marking);
+            join && same && full && fits && length <= group.segment
         };
         let joined = self.groups.last_mut().filter(|group| open(group));
         let segment = joined.as_ref().map_or(0, |group| group.count);
@@ -102,7 +106,13 @@ impl Batch {
                 group.bytes.end = end;
                 group.count += 1;
             }
-            None => self.groups.push(Group { to, bytes: start..end, segment: length, count: 1 }),
+            None => self.groups.push(Group {
+                to,
+                marking,
+                bytes: start..end,
+                segment: length,
+                count: 1,
+            }),
         }
     }
 }
@@ -121,10 +131,11 @@ mod tests {
         };
         let to: SocketAddr = "127.0.0.2:2".parse().unwrap();
         let other: SocketAddr = "127.0.0.3:2".parse().unwrap();
+        let plain = Marking::default();
         let shape = |packets: &[(SocketAddr, usize)], join| {
             let mut batch = Batch::new();
             for &(to, length) in packets {
-                batch.push(&header, to, join, |out| out.resize(out.len() + length, 0));
+                batch.push(&header, (to, plain), join, |out| out.resize(out.len() + length, 0));
             }
             assert_eq!(batch.len(), packets.len() as u64);
             batch
@@ -152,5 +163,11 @@ mod tests {
             [(15, 61_500), (1, 4100)],
             "as much as the kernel takes"
         );
+        let mut batch = Batch::new();
+        for traffic_class in [0, 104, 104] {
+            let marking = Marking { traffic_class, ..plain };
+            batch.push(&header, (to, marking), true, |out| out.extend_from_slice(&[0; 12]));
+        }
+        assert_eq!(batch.groups().iter().map(|group| group.count).collect::<Vec<_>>(), [1, 2]);
     }
 }

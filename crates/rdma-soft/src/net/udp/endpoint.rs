@@ -21,6 +21,7 @@ use crate::net::faults::LinkCounters;
 use crate::net::node::{Arrival, Node};
 use crate::net::scheduler::Scheduler;
 use crate::net::udp::interface::{mtu_at, scope_of};
+use crate::roce::marking::Marking;
 use crate::roce::packet::Packet;
 use rdma_provider::types::{Gid, Mtu};
 
@@ -222,9 +223,14 @@ impl Endpoint {
     }
 
     /// Adds a packet; `write` appends all but the ICRC.
-    pub(crate) fn push(&self, batch: &mut Batch, to: Gid, write: impl FnOnce(&mut Vec<u8>)) {
+    pub(crate) fn push(
+        &self,
+        batch: &mut Batch,
+        (to, marking): (Gid, Marking),
+        write: impl FnOnce(&mut Vec<u8>),
+    ) {
         let (header, address) = self.header_to(to);
-        batch.push(&header, address, self.cuts.load(Ordering::Relaxed), write);
+        batch.push(&header, (address, marking), self.cuts.load(Ordering::Relaxed), write);
     }
 
     /// Appends the ICRC of a single packet.

@@ -17,6 +17,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use libc::{c_int, c_short, c_void, sockaddr_in, sockaddr_in6, sockaddr_storage, socklen_t};
 
 use super::batch::{Batch, GROUPS, Group};
+use crate::roce::marking::Marking;
 
 /// Maximum messages per receive.
 const MESSAGES: usize = 16;
@@ -33,6 +34,8 @@ const ATTEMPTS: usize = 8;
 
 /// Space of a control message with an integer, aligned for its header.
 type Control = [u64; 4];
+/// Space of segment size, traffic class and hop limit.
+type SendControls = [u64; 9];
 /// Space of an error with an address.
 type ErrorControl = [u64; 16];
 
@@ -268,7 +271,7 @@ impl Socket {
         let mut names = [const { MaybeUninit::<sockaddr_storage>::uninit() }; GROUPS];
         let mut vectors: [libc::iovec; GROUPS] =
             [libc::iovec { iov_base: ptr::null_mut(), iov_len: 0 }; GROUPS];
-        let mut controls: [Control; GROUPS] = [[0; 4]; GROUPS];
+        let mut controls: [SendControls; GROUPS] = [[0; 9]; GROUPS];
         // SAFETY: S4: all-zero is an empty header, filled below.
         let mut headers: [libc::mmsghdr; GROUPS] = unsafe { mem::zeroed() };
         let places = names.iter_mut().zip(&mut vectors).zip(&mut controls).zip(&mut headers);
@@ -282,9 +285,7 @@ impl Socket {
             message.msg_iovlen = 1;
             message.msg_namelen = write_address(group.to, name);
             message.msg_name = name.as_mut_ptr().cast();
-            if group.count > 1 {
-                write_segment_size(group, message, control);
-            }
+            write_controls(group, message, control);
         }
         let (mut at, mut lost, mut failed_at) = (0, None, None);
         while at < groups.len() {
@@ -466,19 +467,46 @@ fn write_v6(address: SocketAddrV6, name: &mut MaybeUninit<sockaddr_storage>) -> 
     mem::size_of::<sockaddr_in6>() as socklen_t
 }
 
-/// Sets the segment size.
-fn write_segment_size(group: &Group, message: &mut libc::msghdr, control: &mut Control) {
-    const SIZE: u32 = mem::size_of::<u16>() as u32;
-    message.msg_control = control.as_mut_ptr().cast();
-    // SAFETY: S4: a header and two bytes fit into the 32 bytes of `control`, whose start is the
-    // first header; the kernel's macros stay within the length set.
+/// Sets the segment size of several datagrams, and what differs from the kernel's defaults.
+fn write_controls(group: &Group, message: &mut libc::msghdr, controls: &mut SendControls) {
+    if group.count > 1 {
+        let kind = (libc::SOL_UDP, libc::UDP_SEGMENT);
+        write_control(message, controls, kind, group.segment as u16);
+    }
+    let (plain, Marking { traffic_class, hop_limit }) = (Marking::default(), group.marking);
+    let (class_kind, hops_kind) = if group.to.is_ipv4() {
+        ((libc::IPPROTO_IP, libc::IP_TOS), (libc::IPPROTO_IP, libc::IP_TTL))
+    } else {
+        ((libc::IPPROTO_IPV6, libc::IPV6_TCLASS), (libc::IPPROTO_IPV6, libc::IPV6_HOPLIMIT))
+    };
+    if traffic_class != plain.traffic_class {
+        write_control(message, controls, class_kind, c_int::from(traffic_class));
+    }
+    if hop_limit != plain.hop_limit {
+        write_control(message, controls, hops_kind, c_int::from(hop_limit));
+    }
+}
+
+/// Appends a control message with an integer.
+fn write_control<T: Copy>(
+    message: &mut libc::msghdr,
+    controls: &mut SendControls,
+    (level, kind): (c_int, c_int),
+    value: T,
+) {
+    const { assert!(mem::size_of::<T>() <= mem::size_of::<c_int>()) };
+    let size = mem::size_of::<T>() as u32;
+    let at: usize = message.msg_controllen as _;
+    message.msg_control = controls.as_mut_ptr().cast();
+    // SAFETY: S4: at most three control messages of an integer are appended to an empty header, for
+    // which `controls` has space. Each occupies a multiple of the alignment of a header.
     unsafe {
-        message.msg_controllen = libc::CMSG_SPACE(SIZE) as _;
-        let header = libc::CMSG_FIRSTHDR(message);
-        (*header).cmsg_level = libc::SOL_UDP;
-        (*header).cmsg_type = libc::UDP_SEGMENT;
-        (*header).cmsg_len = libc::CMSG_LEN(SIZE) as _;
-        libc::CMSG_DATA(header).cast::<u16>().write_unaligned(group.segment as u16);
+        let header = controls.as_mut_ptr().cast::<u8>().add(at).cast::<libc::cmsghdr>();
+        (*header).cmsg_level = level;
+        (*header).cmsg_type = kind;
+        (*header).cmsg_len = libc::CMSG_LEN(size) as _;
+        libc::CMSG_DATA(header).cast::<T>().write_unaligned(value);
+        message.msg_controllen = (at + libc::CMSG_SPACE(size) as usize) as _;
     }
 }
 
@@ -554,9 +582,8 @@ mod tests {
         let mut batch = Batch::new();
         for (at, &length) in lengths.iter().enumerate() {
             assert!(batch.has_capacity());
-            batch.push(&header, to.local(), true, |out| {
-                out.extend(std::iter::repeat_n(at as u8, length))
-            });
+            let to = (to.local(), Marking::default());
+            batch.push(&header, to, true, |out| out.extend(std::iter::repeat_n(at as u8, length)));
         }
         from.send(&batch).unwrap();
         let mut inbox = Inbox::new();
@@ -583,6 +610,86 @@ mod tests {
             exchange(ip, &[16, 1040, 1036, 1036, 1036, 20, 12, 12, 12, 4110, 4110]);
             exchange(ip, &[4112; 15]);
             exchange(ip, &[4112; 24]);
+        }
+    }
+
+    /// Receives a datagram, and returns its traffic class and hop limit.
+    fn receive_marking(socket: &Socket) -> Marking {
+        let (mut bytes, mut controls) = ([0_u8; 64 << 10], [0_u64; 16]);
+        let mut vector = libc::iovec { iov_base: bytes.as_mut_ptr().cast(), iov_len: bytes.len() };
+        socket.poll(-1).unwrap();
+        // SAFETY: S4: all-zero is an empty header. It names memory of the arrays above with its
+        // length; both outlive the call. The macros stay within the control messages written.
+        unsafe {
+            let mut message: libc::msghdr = mem::zeroed();
+            (message.msg_iov, message.msg_iovlen) = (&raw mut vector, 1);
+            message.msg_control = controls.as_mut_ptr().cast();
+            message.msg_controllen = mem::size_of_val(&controls) as _;
+            assert!(libc::recvmsg(socket.udp.as_raw_fd(), &raw mut message, 0) > 0);
+            let (mut class, mut hops) = (None, None);
+            let mut header = libc::CMSG_FIRSTHDR(&raw const message);
+            while !header.is_null() {
+                let data = libc::CMSG_DATA(header);
+                match ((*header).cmsg_level, (*header).cmsg_type) {
+                    (libc::IPPROTO_IP, libc::IP_TOS) => class = Some(*data),
+                    (libc::IPPROTO_IPV6, libc::IPV6_TCLASS) => {
+                        class = Some(data.cast::<c_int>().read_unaligned() as u8);
+                    }
+                    (libc::IPPROTO_IP, libc::IP_TTL)
+                    | (libc::IPPROTO_IPV6, libc::IPV6_HOPLIMIT) => {
+                        hops = Some(data.cast::<c_int>().read_unaligned() as u8);
+                    }
+                    _ => {}
+                }
+                header = libc::CMSG_NXTHDR(&raw const message, header);
+            }
+            Marking { traffic_class: class.unwrap(), hop_limit: hops.unwrap() }
+        }
+    }
+
+    #[test]
+    fn packets_carry_the_traffic_class_and_hop_limit_of_their_path() {
+        for ip in [IpAddr::V4(Ipv4Addr::LOCALHOST), IpAddr::V6(Ipv6Addr::LOCALHOST)] {
+            let (from, to) = pair(ip);
+            let options = if ip.is_ipv4() {
+                [(libc::IPPROTO_IP, libc::IP_RECVTOS), (libc::IPPROTO_IP, libc::IP_RECVTTL)]
+            } else {
+                [
+                    (libc::IPPROTO_IPV6, libc::IPV6_RECVTCLASS),
+                    (libc::IPPROTO_IPV6, libc::IPV6_RECVHOPLIMIT),
+                ]
+            };
+            for (level, option) in options {
+                to.set(level, option, 1).unwrap();
+            }
+            let header = Header {
+                source: ip,
+                source_port: from.local().port(),
+                destination: ip,
+                destination_port: to.local().port(),
+            };
+            let plain = Marking::default();
+            let markings = [
+                plain,
+                Marking { traffic_class: 104, ..plain },
+                Marking { traffic_class: 184, hop_limit: 8 },
+                Marking { hop_limit: 255, ..plain },
+            ];
+            for marking in markings {
+                // Alone, and with a segment size.
+                for count in [1, 3] {
+                    let mut batch = Batch::new();
+                    for _ in 0..count {
+                        let path = (to.local(), marking);
+                        batch.push(&header, path, true, |out| out.extend_from_slice(&[7; 12]));
+                    }
+                    from.send(&batch).unwrap();
+                    assert_eq!(receive_marking(&to), marking);
+                    while to.is_readable() {
+                        to.receive(&mut Inbox::new(), false).unwrap();
+                    }
+                }
+            }
         }
     }
 

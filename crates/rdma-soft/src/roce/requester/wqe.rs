@@ -7,6 +7,7 @@ use rdma_provider::types::{
 
 use crate::memory::dma::Gather;
 use crate::memory::keys::Keys;
+use crate::roce::marking::Marking;
 use crate::roce::packet::{AtomicOp, Body, Part, Reth, Tail};
 
 use super::{MAX_MESSAGE, SendConfig};
@@ -18,16 +19,20 @@ pub(crate) struct Destination {
     pub(crate) qpn: Qpn,
     pub(crate) qkey: Qkey,
     pub(crate) key: Option<DcKey>,
+    pub(crate) marking: Marking,
 }
 
 impl Destination {
     pub(super) fn of(target: &SendTarget<'_>) -> Self {
         match target {
             SendTarget::Datagram(to) => {
-                Self { gid: to.address.dgid, qpn: to.qpn, qkey: to.qkey, key: None }
+                let marking = Marking::of(to.address);
+                Self { gid: to.address.dgid, qpn: to.qpn, qkey: to.qkey, key: None, marking }
             }
             SendTarget::Dc(to) => {
-                Self { gid: to.address.dgid, qpn: to.number, qkey: Qkey(0), key: Some(to.key) }
+                let marking = Marking::of(to.address);
+                let key = Some(to.key);
+                Self { gid: to.address.dgid, qpn: to.number, qkey: Qkey(0), key, marking }
             }
         }
     }

@@ -1,0 +1,169 @@
+#![forbid(unsafe_code)]
+
+use crate::error::{LimitError, SetupError};
+use crate::types::{AddressVector, Mtu};
+
+/// The path of packets to a peer: traffic class, service level, flow label, hop limit and MTU.
+///
+/// Each field that is not set keeps its default or, for connections by address, the value that the
+/// connection manager selects. Values out of range fail with [`SetupError`] when the queue pair,
+/// connection or listener is created.
+///
+/// ```
+/// use tokio_rdma::{PathConfig, QueuePair};
+/// # use tokio_rdma::{CompletionMode, CompletionQueue, Device};
+///
+/// # fn main() -> Result<(), Box<dyn std::error::Error>> {
+/// # let device = Device::software()?;
+/// # let pd = device.protection_domain()?;
+/// # let queue = CompletionQueue::new(&device, CompletionMode::Event)?;
+/// let path = PathConfig::default().dscp(26).hop_limit(8);
+/// let ours = QueuePair::builder(&pd, &queue).path(path).build()?;
+/// let theirs = QueuePair::builder(&pd, &queue).path(path).build()?;
+/// ours.connect(&theirs.endpoint())?;
+/// let address = ours.query()?.1.address.unwrap();
+/// assert_eq!((address.traffic_class, address.hop_limit), (26 << 2, 8));
+/// # Ok(())
+/// # }
+/// ```
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+#[must_use]
+pub struct PathConfig {
+    /// Above 255 if the DSCP is out of range.
+    traffic_class: Option<u16>,
+    service_level: Option<u8>,
+    flow_label: Option<u32>,
+    hop_limit: Option<u8>,
+    max_mtu: Option<Mtu>,
+}
+
+impl PathConfig {
+    /// Sets the traffic class of RoCE packets, 0 to 255; default 0. Its upper six bits are the
+    /// DSCP, its lower two are ECN. It is `traffic_class` of `ibv_create_ah(3)`, and the type of
+    /// service of `rdma_set_option(3)`.
+    pub const fn traffic_class(mut self, traffic_class: u8) -> Self {
+        self.traffic_class = Some(traffic_class as u16);
+        self
+    }
+
+    /// Sets the [traffic class](Self::traffic_class) to this DSCP, 0 to 63, with ECN bits 0. For
+    /// example, DSCP 26 is traffic class 104.
+    pub const fn dscp(mut self, dscp: u8) -> Self {
+        self.traffic_class = Some((dscp as u16) << 2);
+        self
+    }
+
+    /// Sets the service level, 0 to 15; default 0. InfiniBand switches select the virtual lane by
+    /// it. On Ethernet it is the priority of VLAN tags, unless the kernel derives that from the
+    /// traffic class. It is `sl` of `ibv_create_ah(3)`.
+    pub const fn service_level(mut self, service_level: u8) -> Self {
+        self.service_level = Some(service_level);
+        self
+    }
+
+    /// Sets the flow label of IPv6 packets, 20 bits; default 0. Over IPv4, some adapters derive the
+    /// UDP source port from it, by which switches choose between equal routes. It is `flow_label`
+    /// of `ibv_create_ah(3)`.
+    pub const fn flow_label(mut self, flow_label: u32) -> Self {
+        self.flow_label = Some(flow_label);
+        self
+    }
+
+    /// Sets how many routers RoCE packets may pass, 1 to 255; default 64. It is `hop_limit` of
+    /// `ibv_create_ah(3)`. The kernel may replace it by the hop limit of the IP route, as it does
+    /// for SoftRoCE.
+    pub const fn hop_limit(mut self, hop_limit: u8) -> Self {
+        self.hop_limit = Some(hop_limit);
+        self
+    }
+
+    /// Limits the payload of a packet; default the MTU of the port. It is `path_mtu` of
+    /// `ibv_modify_qp(3)`.
+    ///
+    /// A [`QueuePairEndpoint`](crate::QueuePairEndpoint) announces it to the peer. Connections by
+    /// address do not, so both ends must set the same limit: devices refuse longer packets.
+    pub const fn max_mtu(mut self, mtu: Mtu) -> Self {
+        self.max_mtu = Some(mtu);
+        self
+    }
+
+    pub(crate) fn check(&self) -> Result<(), SetupError> {
+        let dscp = self.traffic_class.map_or(0, |class| class >> 2);
+        LimitError::check("dscp", dscp.into(), 63)?;
+        LimitError::check("service_level", self.service_level.unwrap_or(0).into(), 15)?;
+        LimitError::check("flow_label", self.flow_label.unwrap_or(0).into(), (1 << 20) - 1)?;
+        SetupError::at_least("hop_limit", self.hop_limit.unwrap_or(1).into(), 1)
+    }
+
+    /// Returns these settings, and those of `other` for fields that are not set.
+    #[cfg(not(loom))]
+    pub(crate) fn or(self, other: Self) -> Self {
+        Self {
+            traffic_class: self.traffic_class.or(other.traffic_class),
+            service_level: self.service_level.or(other.service_level),
+            flow_label: self.flow_label.or(other.flow_label),
+            hop_limit: self.hop_limit.or(other.hop_limit),
+            max_mtu: self.max_mtu.or(other.max_mtu),
+        }
+    }
+
+    /// Returns `address` with the fields that are set, which have been [checked](Self::check).
+    pub(crate) fn applied(&self, address: AddressVector) -> AddressVector {
+        AddressVector {
+            traffic_class: self.traffic_class.map_or(address.traffic_class, |class| class as u8),
+            service_level: self.service_level.unwrap_or(address.service_level),
+            flow_label: self.flow_label.unwrap_or(address.flow_label),
+            hop_limit: self.hop_limit.unwrap_or(address.hop_limit),
+            ..address
+        }
+    }
+
+    pub(crate) fn limited(&self, mtu: Mtu) -> Mtu {
+        self.max_mtu.map_or(mtu, |max| max.min(mtu))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::types::{Gid, PortNum};
+
+    #[test]
+    fn values_out_of_range_are_refused_by_name() {
+        let path = PathConfig::default();
+        let limit = |field, asked, allowed| {
+            LimitError::check(field, asked, allowed).map_err(SetupError::from)
+        };
+        let cases = [
+            (path.dscp(64), limit("dscp", 64, 63)),
+            (path.service_level(16), limit("service_level", 16, 15)),
+            (path.flow_label(1 << 20), limit("flow_label", 1 << 20, 0xf_ffff)),
+            (path.hop_limit(0), SetupError::at_least("hop_limit", 0, 1)),
+        ];
+        for (path, expected) in cases {
+            assert!(expected.is_err());
+            assert_eq!(path.check(), expected);
+        }
+        let largest = path.traffic_class(255).service_level(15).flow_label(0xf_ffff).hop_limit(255);
+        assert_eq!(largest.check(), Ok(()));
+        assert_eq!(path.check(), Ok(()));
+    }
+
+    #[test]
+    fn fields_that_are_not_set_keep_their_values() {
+        let address = AddressVector {
+            traffic_class: 1,
+            service_level: 2,
+            flow_label: 3,
+            hop_limit: 4,
+            ..AddressVector::new(PortNum(1), 0, Gid::default())
+        };
+        let path = PathConfig::default();
+        assert_eq!(path.applied(address), address);
+        assert_eq!(path.limited(Mtu::Mtu1024), Mtu::Mtu1024);
+        let path = path.dscp(26).max_mtu(Mtu::Mtu512);
+        assert_eq!(path.applied(address), AddressVector { traffic_class: 104, ..address });
+        assert_eq!(path.limited(Mtu::Mtu1024), Mtu::Mtu512);
+        assert_eq!(path.limited(Mtu::Mtu256), Mtu::Mtu256);
+    }
+}
