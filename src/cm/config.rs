@@ -17,7 +17,7 @@ pub struct ConnectConfig {
     private_data: Vec<u8>,
     pub(super) reads: Option<u8>,
     pub(super) keepalive: Option<Duration>,
-    retries: RetryConfig,
+    pub(super) retries: RetryConfig,
     pub(super) path: PathConfig,
 }
 
@@ -135,11 +135,11 @@ impl ConnectConfig {
         Ok(Some(SocketAddr::new(source, 0)))
     }
 
-    pub(super) fn checked(&self, max_data: usize) -> Result<(&[u8], RetryConfig), ConnectError> {
+    pub(super) fn checked(&self, max_data: usize) -> Result<&[u8], ConnectError> {
         check_private_data(&self.private_data, max_data)?;
         self.retries.check()?;
         self.path.check()?;
-        Ok((&self.private_data, self.retries))
+        Ok(&self.private_data)
     }
 }
 

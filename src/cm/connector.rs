@@ -250,10 +250,10 @@ impl Route {
         let Self { endpoint, path, address, .. } = self;
         endpoint.router.watch()?;
         let device = endpoint.router.device.clone();
-        let (private_data, retries) = config.checked(MAX_REQUEST_DATA)?;
+        let private_data = config.checked(MAX_REQUEST_DATA)?;
         let misfit = |error| ConnectError::from(error).during(ConnectStep::Prepare, address);
         path.check(&device, queue_pair).map_err(misfit)?;
-        Keepalive::check(config.keepalive, retries.timeout, queue_pair).map_err(misfit)?;
+        Keepalive::check(config.keepalive, config.retries.timeout, queue_pair).map_err(misfit)?;
         let guard = FailUnlessConnected::new(queue_pair);
         let reads = Reads::of(&device, config)?;
         let peer = with_deadline(config.timeout, ConnectStep::Response, address, async || {
@@ -271,8 +271,7 @@ impl Route {
                 })
                 .await?;
             endpoint.inbox().attach_queue_pair(queue_pair);
-            let ready =
-                make_ready(endpoint.id(), queue_pair, reads.agreed(&peer), retries, config.path);
+            let ready = make_ready(endpoint.id(), queue_pair, reads.agreed(&peer), config);
             let confirmed = ready.and_then(|()| Ok(endpoint.id().establish()?));
             endpoint.explain(confirmed, ConnectStep::Confirm, address).await?;
             Ok(peer)

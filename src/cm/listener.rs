@@ -233,7 +233,7 @@ impl Listener {
         device: &Device,
         config: &ConnectConfig,
     ) -> Result<CmAnswer, ConnectError> {
-        let (private_data, _) = config.checked(MAX_RESPONSE_DATA)?;
+        let private_data = config.checked(MAX_RESPONSE_DATA)?;
         Ok(Reads::of(device, config)?.answer(private_data.to_vec()))
     }
 
@@ -529,17 +529,17 @@ impl ConnectionRequest {
     ) -> Result<CmConnection, ConnectError> {
         let Self { endpoint, peer, path, local, address, .. } = self;
         endpoint.router.watch()?;
-        let (private_data, retries) = config.checked(MAX_RESPONSE_DATA)?;
+        let private_data = config.checked(MAX_RESPONSE_DATA)?;
         let device = endpoint.router.device.clone();
         let misfit = |error| ConnectError::from(error).during(ConnectStep::Prepare, address);
         path.check(&device, queue_pair).map_err(misfit)?;
-        Keepalive::check(config.keepalive, retries.timeout, queue_pair).map_err(misfit)?;
+        Keepalive::check(config.keepalive, config.retries.timeout, queue_pair).map_err(misfit)?;
         let guard = FailUnlessConnected::new(queue_pair);
         let reads = Reads::of(&device, config)?.agreed(&peer);
         with_deadline(config.timeout, ConnectStep::Establish, address, async || {
             endpoint.inbox().attach_queue_pair(queue_pair);
             let params = reads.params(queue_pair, private_data, config.timeout);
-            let ready = make_ready(endpoint.id(), queue_pair, reads, retries, config.path);
+            let ready = make_ready(endpoint.id(), queue_pair, reads, config);
             let accepted = ready.and_then(|()| Ok(endpoint.id().accept(&params)?));
             endpoint.explain(accepted, ConnectStep::Accept, address).await?;
             endpoint

@@ -3,7 +3,7 @@ use std::time::Duration;
 
 use crate::dispatch::CmId;
 use crate::error::{LimitError, SetupError};
-use crate::op::{self, PathConfig, QueuePair, QueuePairBuilder, RetryConfig};
+use crate::op::{self, QueuePair, QueuePairBuilder};
 use crate::types::{GidEntry, PortAttr, PortNum, QpState, TransitionError, Transport};
 use crate::verbs::{Device, entry_with};
 use rdma_provider::cm_contract::{CmAnswer, CmId as _, CmParams, CmPeer, CmRoute};
@@ -86,8 +86,8 @@ impl Reads {
         }
     }
 
-    /// Returns the parameters to send. They are for the peer; our [`RetryConfig`] apply to this
-    /// side only.
+    /// Returns the parameters to send. They are for the peer; our own retries apply to this side
+    /// only.
     pub(super) fn params<'a>(
         self,
         queue_pair: &QueuePair,
@@ -122,10 +122,9 @@ pub(super) fn make_ready(
     id: &CmId,
     queue_pair: &QueuePair,
     reads: Reads,
-    retries: RetryConfig,
-    path: PathConfig,
+    config: &ConnectConfig,
 ) -> Result<(), ConnectError> {
-    let path = path.or(queue_pair.local().path);
+    let (retries, path) = (config.retries, config.path.or(queue_pair.local().path));
     let mut receive = id.qp_attr(QpState::Rtr)?;
     receive.address = receive.address.map(|address| path.applied(address));
     receive.path_mtu = receive.path_mtu.map(|mtu| path.limited(mtu));
@@ -146,36 +145,54 @@ mod tests {
     use futures::future::join;
 
     use super::*;
-    use crate::cm::{Listener, resolve};
+    use crate::cm::{CmConnection, Listener, resolve};
     use crate::engine::{CompletionMode, CompletionQueue};
+    use crate::op::{PathConfig, RetryConfig};
     use crate::software::Network;
     use crate::types::{AckTimeout, Mtu, RnrTimer};
 
+    fn builder() -> (Device, QueuePairBuilder) {
+        let device = Device::software_in(&Network::new(), "config").unwrap();
+        let pd = device.protection_domain().unwrap();
+        let queue = CompletionQueue::new(&device, CompletionMode::Event).unwrap();
+        (device, QueuePair::builder(&pd, &queue))
+    }
+
+    fn run(test: impl Future<Output = ()>) {
+        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
+        runtime.block_on(test);
+    }
+
+    /// Returns the queue pair that connects and the one that accepts, each with its connection.
+    async fn connected(
+        listener: &Listener,
+        builder: &QueuePairBuilder,
+        [ours, theirs]: [&ConnectConfig; 2],
+    ) -> [(QueuePair, CmConnection); 2] {
+        let passive = async {
+            let request = listener.accept().await.unwrap();
+            let qp = request.prepare(builder.clone()).build().unwrap();
+            let link = request.accept(&qp, theirs).await.unwrap();
+            (qp, link)
+        };
+        let active = async {
+            let route = resolve(listener.device(), listener.local_addr()).await.unwrap();
+            let qp = route.prepare(builder.clone()).build().unwrap();
+            let link = route.connect(&qp, ours).await.unwrap();
+            (qp, link)
+        };
+        join(active, passive).await.into()
+    }
+
     #[test]
     fn path_of_the_settings_overrides_that_of_the_queue_pair() {
-        let device = Device::software_in(&Network::new(), "path").unwrap();
-        let (pd, queue) = (
-            device.protection_domain().unwrap(),
-            CompletionQueue::new(&device, CompletionMode::Event).unwrap(),
-        );
+        let (device, builder) = builder();
         let path = PathConfig::default();
-        let builder = || QueuePair::builder(&pd, &queue).path(path.dscp(26).hop_limit(8));
+        let builder = builder.path(path.dscp(26).hop_limit(8));
         let config = ConnectConfig::default().path(path.dscp(46).max_mtu(Mtu::Mtu512));
-        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
-        runtime.block_on(async {
+        run(async {
             let listener = Listener::bind(&device, "127.0.0.1:0").await.unwrap();
-            let passive = async {
-                let request = listener.accept().await.unwrap();
-                let qp = request.prepare(builder()).build().unwrap();
-                (request.accept(&qp, &config).await.unwrap(), qp)
-            };
-            let active = async {
-                let route = resolve(&device, listener.local_addr()).await.unwrap();
-                let qp = route.prepare(builder()).build().unwrap();
-                (route.connect(&qp, &config).await.unwrap(), qp)
-            };
-            let (passive, active) = join(passive, active).await;
-            for (_link, qp) in [active, passive] {
+            for (qp, _link) in connected(&listener, &builder, [&config, &config]).await {
                 let attr = qp.query().unwrap().1;
                 let address = attr.address.unwrap();
                 assert_eq!((address.traffic_class, address.hop_limit), (184, 8));
@@ -184,7 +201,7 @@ mod tests {
 
             let bad = ConnectConfig::default().path(path.hop_limit(0));
             let route = resolve(&device, listener.local_addr()).await.unwrap();
-            let qp = route.prepare(builder()).build().unwrap();
+            let qp = route.prepare(builder).build().unwrap();
             let refused = route.connect(&qp, &bad).await.map(drop).unwrap_err();
             assert_eq!(refused, SetupError::at_least("hop_limit", 0, 1).unwrap_err().into());
         });
@@ -192,11 +209,7 @@ mod tests {
 
     #[test]
     fn connected_queue_pair_has_the_timers_and_reads_of_its_options() {
-        let device = Device::software_in(&Network::new(), "config").unwrap();
-        let (pd, queue) = (
-            device.protection_domain().unwrap(),
-            CompletionQueue::new(&device, CompletionMode::Event).unwrap(),
-        );
+        let (device, builder) = builder();
         let of = |code, reads| {
             let retries = RetryConfig {
                 timeout: AckTimeout::from_code(code),
@@ -207,21 +220,10 @@ mod tests {
             (retries, ConnectConfig::default().retries(retries).reads(reads))
         };
         let [ours, theirs] = [of(18, 5), of(20, 3)];
-        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
-        runtime.block_on(async {
+        run(async {
             let listener = Listener::bind(&device, "127.0.0.1:0").await.unwrap();
-            let passive = async {
-                let request = listener.accept().await.unwrap();
-                let qp = request.prepare(QueuePair::builder(&pd, &queue)).build().unwrap();
-                (request.accept(&qp, &theirs.1).await.unwrap(), qp)
-            };
-            let active = async {
-                let route = resolve(&device, listener.local_addr()).await.unwrap();
-                let qp = route.prepare(QueuePair::builder(&pd, &queue)).build().unwrap();
-                (route.connect(&qp, &ours.1).await.unwrap(), qp)
-            };
-            let (passive, active) = join(passive, active).await;
-            for ((_link, qp), retries) in [(active, ours.0), (passive, theirs.0)] {
+            let pairs = connected(&listener, &builder, [&ours.1, &theirs.1]).await;
+            for ((qp, _link), retries) in pairs.into_iter().zip([ours.0, theirs.0]) {
                 let attr = qp.query().unwrap().1;
                 let found = RetryConfig {
                     timeout: attr.timeout.unwrap(),

@@ -126,9 +126,7 @@ impl DcInitiator {
             let (ours, theirs) = (self.setup.mtu.bytes(), address.mtu.bytes());
             return Err(SetupError::mismatch(what, ours, theirs));
         }
-        let mut route = AddressVector::new(local.port, local.gid.index, address.gid);
-        route.dlid = address.lid;
-        let route = local.path.applied(route);
+        let route = local.route_to(address.gid, address.lid);
         let handle = self.protection_domain().address_handle(&route)?;
         let DcAddress { number, key, mtu, .. } = *address;
         Ok(DcPeer { handle, number, key, mtu })
@@ -242,10 +240,9 @@ impl DcInitiator {
     fn move_to_rts(&self) -> Result<(), SetupError> {
         let Setup { retries, mtu, reads, .. } = *self.setup;
         let local = self.qp.local();
-        let address = AddressVector::new(local.port, local.gid.index, local.gid.gid);
         self.qp.modify(&QpAttr {
             // The source of packets; each work request names its route.
-            address: Some(local.path.applied(address)),
+            address: Some(local.route_to(local.gid.gid, 0)),
             path_mtu: Some(mtu),
             ..QpAttr::to_state(QpState::Rtr)
         })?;

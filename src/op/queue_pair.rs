@@ -121,6 +121,13 @@ pub(crate) struct Local {
     reads: u8,
 }
 
+impl Local {
+    pub(crate) fn route_to(&self, gid: Gid, lid: u16) -> AddressVector {
+        let route = AddressVector::new(self.port, self.gid.index, gid);
+        self.path.applied(AddressVector { dlid: lid, ..route })
+    }
+}
+
 impl QueuePair {
     /// Creates an RC queue pair with default sizes, in INIT: receives can be posted.
     ///
@@ -221,10 +228,8 @@ impl QueuePair {
         self.check_path(peer.gid)?;
         retries.check()?;
         let reliable = self.inner.transport == Transport::Rc;
-        let mut address = AddressVector::new(local.port, local.gid.index, peer.gid);
-        address.dlid = peer.lid;
         self.modify(&QpAttr {
-            address: Some(local.path.applied(address)),
+            address: Some(local.route_to(peer.gid, peer.lid)),
             path_mtu: Some(local.mtu.min(peer.mtu)),
             dest_qpn: Some(peer.qpn),
             rq_psn: Some(peer.psn),
