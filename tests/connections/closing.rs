@@ -10,6 +10,7 @@ use crate::torture::{
     Flavour, LONG, Mode, Seed, bounded, device, eventually, hardware, scaled, slow_network, soon,
     yields,
 };
+use futures::future::poll_immediate;
 use futures::{FutureExt, StreamExt};
 use tokio::time::timeout;
 use tokio_rdma::op::RetryConfig;
@@ -646,9 +647,11 @@ fn connection_by_address_carries_user_data_and_detects_a_dropped_peer() {
         let too_much =
             Connection::connect_with(&device, address, &config().user_data(vec![1; 33])).await;
         assert!(too_much.is_err());
+        // Called first: the listener establishes no connection itself afterwards.
+        let mut request = Box::pin(listener.request());
+        assert!(poll_immediate(&mut request).await.is_none());
         let asking = Connection::connect(&device, address);
-        let rejecting =
-            async { listener.request().await.unwrap().reject(b"too busy\0").await.unwrap() };
+        let rejecting = async { request.await.unwrap().reject(b"too busy\0").await.unwrap() };
         let (refused, ()) = soon("reject", async { tokio::join!(asking, rejecting) }).await;
         match refused {
             Err(tokio_rdma::EstablishError::Rejected { user_data, .. }) => {
