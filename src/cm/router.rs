@@ -152,12 +152,10 @@ impl Router {
         if !self.channel.may_block() {
             return ids.into_iter().for_each(drop);
         }
-        let router = Arc::downgrade(self);
-        self.disposer.dispose(ids, move || {
-            if let Some(router) = router.upgrade() {
-                router.schedule_drain(Vec::new());
-            }
-        });
+        // Keeps the router alive: whoever binds their address next must find the disposer to wait
+        // for.
+        let router = Arc::clone(self);
+        self.disposer.dispose(ids, move || router.schedule_drain(Vec::new()));
     }
 
     /// Waits until the ids given to [`dispose`](Self::dispose) are destroyed, for at most a second.
