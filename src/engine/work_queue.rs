@@ -3,10 +3,12 @@
 #![allow(unsafe_code)]
 
 mod post;
+mod post_batch;
 mod revoke;
 mod state;
 #[cfg(all(test, not(loom)))]
 mod tests;
+mod wait_queue;
 mod watch;
 
 use std::fmt;

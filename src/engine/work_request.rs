@@ -1,6 +1,10 @@
+use smallvec::SmallVec;
+
 use crate::error::{LimitError, OpErrorKind, RemoteAccess};
-use crate::memory::{PdKey, RemoteRegion};
-use crate::types::{Data, DcKey, Imm, Qkey, Qpn, SendFlags, SendOp, SendTarget, Sge, WindowBind};
+use crate::memory::{PdKey, RemoteRegion, SgeList};
+use crate::types::{
+    Data, DcKey, Imm, Qkey, Qpn, SendFlags, SendOp, SendTarget, SendWr, Sge, WindowBind, WrId,
+};
 use crate::verbs::AddressHandle;
 
 #[derive(Debug, Clone, Copy)]
@@ -61,23 +65,6 @@ impl<'a> Receiver<'a> {
             ReceiverKey::Datagram(qkey) => self.handle.target(self.number, qkey).into(),
             ReceiverKey::Dc(key) => self.handle.dct(self.number, key).into(),
         }
-    }
-
-    pub(super) fn into_owned(self) -> OwnedReceiver {
-        OwnedReceiver { handle: self.handle.clone(), number: self.number, key: self.key }
-    }
-}
-
-#[derive(Debug, Clone)]
-pub(super) struct OwnedReceiver {
-    handle: AddressHandle,
-    number: Qpn,
-    key: ReceiverKey,
-}
-
-impl OwnedReceiver {
-    pub(super) fn borrowed(&self) -> Receiver<'_> {
-        Receiver { handle: &self.handle, number: self.number, key: self.key }
     }
 }
 
@@ -175,6 +162,25 @@ impl<'a> WorkRequest<'a> {
     }
 
     #[inline]
+    pub(super) fn target(&self) -> Option<SendTarget<'a>> {
+        self.to.map(Receiver::target)
+    }
+
+    /// Returns what the device gets of a request of a send queue.
+    #[inline]
+    pub(super) fn send_wr<'b>(&self, wr_id: WrId, op: SendOp, sges: &'b [Sge]) -> SendWr<'b>
+    where
+        'a: 'b,
+    {
+        let data = match (self.window, self.inline) {
+            (Some(bind), _) => Data::Window(bind),
+            (None, Some(bytes)) => Data::Inline(bytes),
+            (None, None) => Data::Sges(sges),
+        };
+        SendWr { wr_id, op, flags: self.flags, data, target: self.target() }
+    }
+
+    #[inline]
     pub(crate) const fn accessed(&self) -> Option<RemoteAccess> {
         let len = match self.inline {
             Some(bytes) => bytes.len() as u64,
@@ -196,15 +202,47 @@ impl From<OpErrorKind> for Refusal {
     }
 }
 
-pub(super) fn data_of<'a>(
-    sges: &'a [Sge],
-    inline: Option<&'a [u8]>,
-    window: Option<&'a WindowBind>,
-) -> Data<'a> {
-    match (window, inline) {
-        (Some(bind), _) => Data::Window(bind),
-        (None, Some(bytes)) => Data::Inline(bytes),
-        (None, None) => Data::Sges(sges),
+/// A work request that waits for capacity.
+pub(super) struct Queued {
+    pub(super) id: WrId,
+    kind: WorkKind,
+    flags: SendFlags,
+    pub(super) sges: SgeList,
+    inline: Option<SmallVec<[u8; 64]>>,
+    window: Option<Box<WindowBind>>,
+    to: Option<(AddressHandle, Qpn, ReceiverKey)>,
+    /// True for a part of a batch: if it is refused, so are the following parts.
+    pub(super) is_part: bool,
+}
+
+impl Queued {
+    pub(super) fn new(id: WrId, request: &WorkRequest<'_>, sges: SgeList) -> Self {
+        Self {
+            id,
+            kind: request.kind,
+            flags: request.flags,
+            sges,
+            inline: request.inline.map(SmallVec::from_slice),
+            window: request.window.map(|bind| Box::new(*bind)),
+            to: request.to.map(|to| (to.handle.clone(), to.number, to.key)),
+            is_part: false,
+        }
+    }
+
+    /// Returns the request, whose remote length was checked.
+    pub(super) fn request(&self) -> WorkRequest<'_> {
+        WorkRequest {
+            kind: self.kind,
+            flags: self.flags,
+            remote_len: u64::MAX,
+            inline: self.inline.as_deref(),
+            window: self.window.as_deref(),
+            to: self.to.as_ref().map(|(handle, number, key)| Receiver {
+                handle,
+                number: *number,
+                key: *key,
+            }),
+        }
     }
 }
 

@@ -11,7 +11,7 @@ impl WorkQueue {
     pub(crate) fn withdraw(&self, id: WrId, kind: OpErrorKind) -> bool {
         let mut woken = WakeList::new();
         let mut state = lock(&self.state);
-        let at = state.wait_queue.iter().position(|queued| queued.id == id && !queued.batch);
+        let at = state.wait_queue.iter().position(|queued| queued.id == id && !queued.is_part);
         let Some(at) = at else { return false };
         state.wait_queue.remove(at);
         self.cq().remove_waiter();

@@ -6,15 +6,12 @@ use std::collections::VecDeque;
 use std::fmt;
 use std::sync::Arc;
 
-use smallvec::SmallVec;
-
 use super::watch::Watch;
 use crate::engine::slot::Slot;
 use crate::engine::slot_table::Cursor;
-use crate::engine::work_request::{OwnedReceiver, WorkKind};
+use crate::engine::work_request::{Queued, WorkKind, WorkRequest};
 use crate::error::{OpErrorKind, VerbError};
-use crate::memory::SgeList;
-use crate::types::{QpState, RecvWr, SendFlags, SendWr, Sge, WindowBind, WrId};
+use crate::types::{QpState, RecvWr, Sge, WrId};
 use crate::verbs::{PostError, Qp, Srq};
 
 pub(super) const WRONG_QUEUE: PostError =
@@ -25,19 +22,6 @@ pub(crate) enum DeviceQueue {
     Send(Arc<Qp>),
     Receive(Arc<Qp>),
     Shared(Srq),
-}
-
-/// A work request that waits for capacity.
-pub(in crate::engine) struct Queued {
-    pub(in crate::engine) id: WrId,
-    pub(in crate::engine) kind: WorkKind,
-    pub(in crate::engine) flags: SendFlags,
-    pub(in crate::engine) sges: SgeList,
-    pub(in crate::engine) inline: Option<SmallVec<[u8; 64]>>,
-    pub(in crate::engine) window: Option<Box<WindowBind>>,
-    pub(in crate::engine) to: Option<OwnedReceiver>,
-    /// True for a part of a batch: if it is refused, so are the following parts.
-    pub(in crate::engine) batch: bool,
 }
 
 /// The fields that each operation uses come first, in few cache lines.
@@ -72,34 +56,34 @@ impl WorkQueueState {
     pub(in crate::engine) fn post_one<Q>(
         &mut self,
         slot: &Slot<Q>,
-        kind: WorkKind,
-        wr: SendWr<'_>,
+        id: WrId,
+        request: &WorkRequest<'_>,
         sges: &[Sge],
     ) -> Result<(), VerbError> {
-        slot.set_part_position(wr.wr_id, self.posted as u32);
-        let result = match (kind, &self.device) {
+        slot.set_part_position(id, self.posted as u32);
+        let result = match (request.kind, &self.device) {
             // SAFETY: S1: for all three: the operation owns the buffers that the elements name, and
             // a bound window keeps its memory until unbound. The operation keeps its buffers until
             // the slot is COMPLETE, or leaves them in the slot, which is emptied only at the
             // completion or after the device has destroyed or reset the queue.
             (WorkKind::Send(op), Some(DeviceQueue::Send(qp))) => unsafe {
-                qp.post_send(&[SendWr { op, ..wr }])
+                qp.post_send(&[request.send_wr(id, op, sges)])
             },
             // SAFETY: S1: as above.
             (WorkKind::Receive, Some(DeviceQueue::Receive(qp))) => unsafe {
-                qp.post_recv(&[RecvWr { wr_id: wr.wr_id, sges }])
+                qp.post_recv(&[RecvWr { wr_id: id, sges }])
             },
             // SAFETY: S1: as above; the shared receive queue is destroyed before its slots are
             // emptied.
             (WorkKind::Receive, Some(DeviceQueue::Shared(srq))) => unsafe {
-                srq.post_recv(&[RecvWr { wr_id: wr.wr_id, sges }])
+                srq.post_recv(&[RecvWr { wr_id: id, sges }])
             },
             _ => Err(WRONG_QUEUE),
         };
         result.map_err(|refused| refused.error)?;
         self.posted += 1;
         if is_traced() {
-            trace_posted(slot, wr.wr_id, kind);
+            trace_posted(slot, id, request.kind);
         }
         Ok(())
     }
