@@ -117,15 +117,20 @@ pub(crate) fn run_all() {
     // Work may take locks and add more. The release of such a lock runs only what was added since,
     // so calls nest as deep as work causes other work, not as long as the list is.
     let outer = OUTER.get();
-    let next = || {
-        LATER.with_borrow_mut(|later| {
+    let mut has_more = true;
+    while has_more {
+        let work = LATER.with_borrow_mut(|later| {
             // The first is removed without a move of the others.
             let work = if outer == 0 { later.pop_front() } else { later.remove(outer) };
             OUTER.set(later.len());
+            // What this work adds has run when it returns.
+            has_more = later.len() > outer;
+            if !has_more && later.capacity() > KEPT {
+                later.shrink_to(KEPT);
+            }
             work
-        })
-    };
-    while let Some(work) = next() {
+        });
+        let Some(work) = work else { break };
         match work {
             Work::Run(work) => {
                 caught_panic(work);
@@ -136,11 +141,6 @@ pub(crate) fn run_all() {
         }
     }
     OUTER.set(outer);
-    LATER.with_borrow_mut(|later| {
-        if later.capacity() > KEPT {
-            later.shrink_to(KEPT);
-        }
-    });
 }
 
 /// Runs a waker or a destructor of the program, and reports and stops its panic: it would abort the
