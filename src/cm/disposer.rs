@@ -2,7 +2,7 @@
 
 use std::mem;
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use rdma_provider::locks::{Condvar, Mutex};
 
@@ -31,7 +31,8 @@ impl<T> Default for Disposer<T> {
 }
 
 impl<T: Send + 'static> Disposer<T> {
-    /// Starts the thread that drops the items if needed.
+    /// Starts the thread that drops the items if needed. Only the `on_resume` of the call that
+    /// starts the thread is kept, until the thread ends.
     ///
     /// Calls `on_resume` when the queue is empty again after [`is_stalled`](Self::is_stalled) has
     /// returned true.
@@ -69,9 +70,8 @@ impl<T: Send + 'static> Disposer<T> {
         }
     }
 
-    /// Blocks until everything is dropped, for at most `limit`.
-    pub(super) fn wait_until_idle(&self, limit: Duration) {
-        let end = Instant::now() + limit;
+    /// Blocks until everything is dropped, at most until `end`.
+    pub(super) fn wait_until_idle(&self, end: Instant) {
         let mut state = self.state.lock();
         while state.busy {
             let left = end.saturating_duration_since(Instant::now());
@@ -95,6 +95,7 @@ mod tests {
     use std::sync::atomic::{AtomicUsize, Ordering};
     use std::sync::mpsc;
     use std::thread;
+    use std::time::Duration;
 
     use super::*;
 
@@ -137,10 +138,10 @@ mod tests {
         assert!(!disposer.is_stalled());
         dispose(1);
         assert!(disposer.is_stalled());
-        disposer.wait_until_idle(Duration::from_millis(1));
+        disposer.wait_until_idle(Instant::now() + Duration::from_millis(1));
         assert_eq!((gone.load(Ordering::SeqCst), on_resume.load(Ordering::SeqCst)), (0, 0));
         held.clear();
-        disposer.wait_until_idle(Duration::from_secs(600));
+        disposer.wait_until_idle(Instant::now() + Duration::from_secs(600));
         assert_eq!(gone.load(Ordering::SeqCst), STALL_LENGTH + 1);
         while on_resume.load(Ordering::SeqCst) == 0 {
             thread::yield_now();

@@ -3,7 +3,7 @@
 
 use std::collections::BTreeMap;
 use std::sync::{Arc, Weak};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use rdma_provider::locks::Mutex;
 use tokio::runtime::{self, Handle};
@@ -152,20 +152,26 @@ impl Router {
         if !self.channel.may_block() {
             return ids.into_iter().for_each(drop);
         }
-        // Keeps the router alive: whoever binds their address next must find the disposer to wait
-        // for.
+        // The closure keeps the router alive, so that a bind of the same address finds this
+        // disposer and waits.
         let router = Arc::clone(self);
         self.disposer.dispose(ids, move || router.schedule_drain(Vec::new()));
     }
 
     /// Waits until the ids given to [`dispose`](Self::dispose) are destroyed, for at most a second.
+    /// Those of other devices count too if they compete for the same addresses.
     pub(super) async fn disposed(&self) -> Result<(), ConnectError> {
         if !self.channel.may_block() {
             return Ok(());
         }
-        let disposer = Arc::clone(&self.disposer);
+        let port_space = self.channel.port_space();
+        let all: Vec<_> = ROUTERS.lock().iter().filter_map(|(_, known)| known.upgrade()).collect();
+        // A last reference is dropped here, without the lock.
+        let rivals = all.into_iter().filter(|router| router.channel.port_space() == port_space);
+        let disposers: Vec<_> = rivals.map(|router| router.disposer.clone()).collect();
         on_blocking_thread(move || {
-            disposer.wait_until_idle(Duration::from_secs(1));
+            let end = Instant::now() + Duration::from_secs(1);
+            disposers.iter().for_each(|disposer| disposer.wait_until_idle(end));
             Ok(())
         })
         .await
