@@ -42,7 +42,7 @@
 //! |---|---|
 //! | Open a device | [`Device::open_default`], [`Device::open_default_or_software`] |
 //! | Exchange messages with peers found by IP address | [`Connection`], [`Listener`] |
-//! | Make a connection anew when it ends | [`Reconnect`](peers::Reconnect) |
+//! | Replace a connection when it ends | [`Reconnect`](peers::Reconnect) |
 //! | Keep connections or DC peers by key | [`PeerSet`](peers::PeerSet) |
 //! | Replace TCP below hyper, axum, tonic or rustls | [`RdmaStream`], [`RdmaListener`] |
 //! | Read and write the memory of a peer | [`QueuePair`], [`ExposedRegion`], [`RemoteRegion`] |

@@ -1,6 +1,7 @@
 //! The driver: a task that runs a connection while the application is idle.
 //!
-//! Other tasks and the waker of operations ([`DriverWaker`]) make progress too. Only the driver:
+//! Other tasks and the waker of operations ([`ConnectionWaker`]) make progress too. Only the
+//! driver:
 //!
 //! - executes deadlines (`ConnectionState::on_deadline`)
 //! - notices that the peer has disconnected (`ConnectionState::on_disconnect`)
@@ -8,7 +9,7 @@
 //!
 //! It exits when the queue pair is closed.
 //!
-//! [`DriverWaker`]: super::shared::DriverWaker
+//! [`ConnectionWaker`]: super::shared::ConnectionWaker
 
 use std::future::{Future, poll_fn};
 use std::ops::ControlFlow;
@@ -38,8 +39,8 @@ pub(super) fn drive(
         let single_threaded = shared.runtime.runtime_flavor() == RuntimeFlavor::CurrentThread;
         let mut disconnected = pin!(disconnected(link));
         poll_fn(|context| {
-            shared.driver_waker.register(context.waker());
-            let driver_poll = DriverPoll::begin(&shared.driver_waker);
+            shared.connection_waker.register(context.waker());
+            let driver_poll = DriverPoll::begin(&shared.connection_waker);
             let result = poll(&shared, &mut sleep, disconnected.as_mut(), context);
             let repoll = driver_poll.end() && result.is_pending();
             if repoll && single_threaded {
@@ -75,7 +76,7 @@ pub(super) fn drive(
         }
         drop(guard.shared.take());
         shared.with(|state, _| state.on(Event::QueuePairClosed));
-        drop(shared.driver_waker.take());
+        drop(shared.connection_waker.take());
     }
 }
 

@@ -9,10 +9,11 @@ use rdma_provider::later;
 use smallvec::SmallVec;
 
 use super::error::{CloseReason, MessageError};
+use super::inbound::BATCH;
 use super::inbox::{Arrived, Incoming, Message};
 use super::message_memory::FetchOutput;
 use super::outbox::Sent;
-use super::state::{BATCH, ConnectionState};
+use super::state::ConnectionState;
 use crate::waiters::{Caller, Ticket};
 
 impl ConnectionState {
@@ -33,7 +34,8 @@ impl ConnectionState {
         }
         let mut reason = self.protocol.phase().failure().unwrap_or(failure);
         if reason.is_flush() {
-            // A failure of the service's operation precedes the flushes but may not be polled yet.
+            // A failure of the application's operation precedes the flushes but may not be polled
+            // yet.
             self.io.qp.drain_completions();
             reason = self.io.qp.cause().map_or(reason, CloseReason::from);
         }
@@ -61,7 +63,7 @@ impl ConnectionState {
                 }
             }
         }
-        filled.into_iter().for_each(|job| self.add_job(job));
+        filled.into_iter().for_each(|job| self.memory.jobs.add(job));
         self.on(Event::Fail(reason));
         if self.inbox.messages.iter().any(|message| matches!(message, Incoming::Releasing)) {
             // The helper calls `progress` after the release.
@@ -156,26 +158,23 @@ impl ConnectionState {
         self.io.wake_driver();
     }
 
-    pub(crate) fn finish(&mut self, driver: &Waker) -> Result<(), MessageError> {
+    pub(crate) fn finish(&mut self, waker: &Waker) -> Result<(), MessageError> {
         if let Some(reason) = self.close_reason().filter(|&reason| reason != CloseReason::Clean) {
             return Err(MessageError::Closed(reason));
         }
         self.on(Event::Finish);
-        self.progress(driver);
+        self.progress(waker);
         Ok(())
     }
 
-    pub(super) fn close(&mut self, driver: &Waker) {
+    pub(super) fn close(&mut self, waker: &Waker) {
         self.on(Event::Close);
-        self.progress(driver);
+        self.progress(waker);
     }
 
     /// Makes the application receive the messages that have arrived, and then the end.
-    pub(super) fn drain(&mut self, driver: &Waker) {
-        self.io.qp.drain_completions();
-        for _ in 0..=self.receives.posted.len() / BATCH {
-            self.progress(driver);
-        }
+    pub(super) fn drain(&mut self, waker: &Waker) {
+        self.take_arrived(waker);
         self.inbox.drain();
         self.protocol.drain();
         self.wake_receivers();
@@ -185,10 +184,10 @@ impl ConnectionState {
     pub(super) fn poll_closed(
         &mut self,
         ticket: &mut Option<Ticket>,
-        driver: &Waker,
+        waker: &Waker,
         caller: &mut Caller<'_>,
     ) -> Poll<CloseReason> {
-        self.progress(driver);
+        self.progress(waker);
         match self.protocol.phase() {
             &Phase::Closed(Outcome { reason, .. }) => {
                 self.withdraw_flusher(ticket);
@@ -218,13 +217,13 @@ impl ConnectionState {
         }
     }
 
-    pub(super) fn abandon(&mut self, driver: &Waker) {
+    pub(super) fn abandon(&mut self, waker: &Waker) {
         // The peer's `Fin` may be among received frames.
-        self.progress(driver);
+        self.progress(waker);
         let actions = match self.protocol.service() {
             Service::Messages => self.protocol.abandon(self.is_at_end()),
             Service::Bytes if self.stream.linger == Some(Duration::ZERO) => {
-                return self.abort(CloseReason::Aborted, driver);
+                return self.abort(CloseReason::Aborted, waker);
             }
             Service::Bytes => {
                 self.protocol.abandon_stream(self.stream.linger.unwrap_or(self.limits.linger))
@@ -235,14 +234,14 @@ impl ConnectionState {
 
     /// Terminates at once. Nothing is posted afterwards, not even queued operations or an `Abort`
     /// behind them.
-    pub(crate) fn abort(&mut self, reason: CloseReason, driver: &Waker) {
+    pub(crate) fn abort(&mut self, reason: CloseReason, waker: &Waker) {
         if self.close_reason().is_some() {
             return;
         }
         // A received frame may carry a credit.
         self.io.qp.drain_completions();
-        if let Err(peer_reason) = self.take_frames(&mut Context::from_waker(driver)) {
-            // The service's reason takes precedence. The `Abort` fails or is ignored.
+        if let Err(peer_reason) = self.take_frames(&mut Context::from_waker(waker)) {
+            // The application's reason takes precedence. The `Abort` fails or is ignored.
             rdma_provider::debug!(
                 qpn = %self.io.qp.qpn(),
                 %peer_reason,
@@ -254,20 +253,24 @@ impl ConnectionState {
 
     /// Returns true if the peer's device has acknowledged the `Abort`, the last frame of a dropped
     /// connection.
-    pub(super) fn is_abort_acknowledged(&mut self, driver: &Waker) -> bool {
-        let context = &mut Context::from_waker(driver);
+    pub(super) fn is_abort_acknowledged(&mut self, waker: &Waker) -> bool {
+        let context = &mut Context::from_waker(waker);
         let last = self.outbox.sends.len().checked_sub(1);
         self.protocol.phase().is_aborting()
             && last.is_none_or(|last| self.poll_sent(last, context).is_ready())
     }
 
-    /// Terminates after a disconnect. Frames that arrived earlier count, even if the busy-poll
-    /// thread has not polled them.
-    pub(super) fn on_disconnect(&mut self, driver: &Waker) {
+    /// Takes all frames that have arrived, even those that the busy-poll thread has not polled.
+    fn take_arrived(&mut self, waker: &Waker) {
         self.io.qp.drain_completions();
         for _ in 0..=self.receives.posted.len() / BATCH {
-            self.progress(driver);
+            self.progress(waker);
         }
+    }
+
+    /// Terminates after a disconnect. Frames that arrived earlier count.
+    pub(super) fn on_disconnect(&mut self, waker: &Waker) {
+        self.take_arrived(waker);
         let reason = if self.protocol.flow.is_over() {
             CloseReason::Clean
         } else {
@@ -356,8 +359,8 @@ mod tests {
     fn busy_runtime_after_a_drop_does_not_use_up_the_linger_time() {
         without_drivers(|| {
             let [one, _two] = sides(false);
-            one.handle().shared.with(|state, driver| {
-                state.abandon(driver);
+            one.handle().shared.with(|state, waker| {
+                state.abandon(waker);
                 let busy_until = Instant::now() + Duration::from_secs(3600);
                 assert!(state.protocol.deadline().is_none());
                 state.on_deadline(busy_until);
@@ -396,22 +399,22 @@ mod tests {
             // The first side's device confirms the delivery.
             wait(&|| {
                 shared[0].qp.drain_completions();
-                shared[1].with(|state, driver| {
+                shared[1].with(|state, waker| {
                     state.io.qp.drain_completions();
-                    state.progress(driver);
+                    state.progress(waker);
                     state.reap();
                     state.counters.acks > 0 && state.outbox.sends.is_empty()
                 })
             });
-            shared[0].with(|state, driver| {
+            shared[0].with(|state, waker| {
                 assert!(!state.protocol.flow.may_send(Kind::Abort));
-                state.abort(CloseReason::Aborted, driver);
+                state.abort(CloseReason::Aborted, waker);
                 assert!(state.outbox.sends.back().is_some_and(Sent::is_posted_abort));
             });
             wait(&|| {
-                shared[1].with(|state, driver| {
+                shared[1].with(|state, waker| {
                     state.io.qp.drain_completions();
-                    state.progress(driver);
+                    state.progress(waker);
                     state.close_reason() == Some(CloseReason::Dropped)
                 })
             });

@@ -7,7 +7,7 @@ use rdma_provider::later;
 
 use super::error::CloseReason;
 use super::inbox::{Arrived, Incoming, Message};
-use super::message_memory::{Fetch, FetchOutput, Job, JobDone, JobOutput};
+use super::message_memory::{Fetch, FetchOutput, JobDone, JobOutput};
 use super::state::ConnectionState;
 
 impl ConnectionState {
@@ -34,7 +34,7 @@ impl ConnectionState {
                 }
                 Err(job) => {
                     *message = Incoming::Preparing(region);
-                    self.add_job(job);
+                    self.memory.jobs.add(job);
                 }
             }
             self.inbox.memory += region.len();
@@ -42,10 +42,7 @@ impl ConnectionState {
             self.inbox.fetching.push_back(number);
         }
         while let Some(&number) = self.inbox.fetching.front() {
-            let Some(message) = self.inbox.messages.get_mut((number - self.inbox.base) as usize)
-            else {
-                break;
-            };
+            let Some(message) = self.inbox.get(number) else { break };
             match message {
                 Incoming::Arrived(Arrived::Fetched(_)) => {}
                 Incoming::Fetching(fetch) => match fetch.poll(&self.io.qp, context) {
@@ -59,7 +56,7 @@ impl ConnectionState {
                     Poll::Ready(Ok(FetchOutput::Region(region))) => {
                         *message = Incoming::Releasing;
                         let job = self.memory.fetch.release(number, region);
-                        self.add_job(job);
+                        self.memory.jobs.add(job);
                         break;
                     }
                     Poll::Ready(Err(kind)) => {
@@ -88,11 +85,7 @@ impl ConnectionState {
         }
     }
 
-    pub(super) fn add_job(&mut self, job: Job) {
-        self.memory.jobs.add(job);
-    }
-
-    pub(super) fn on_job_done(&mut self, done: JobDone, driver: &Waker) {
+    pub(super) fn on_job_done(&mut self, done: JobDone, waker: &Waker) {
         self.memory.fetch.cancel_reservation(done.unpooled);
         // After termination no fetch is left.
         let message = self.inbox.get(done.number);
@@ -111,7 +104,7 @@ impl ConnectionState {
             }
             (_, Ok(made)) => later::dispose(made),
         }
-        self.progress(driver);
+        self.progress(waker);
         // This thread belongs to the driver's runtime, which may not run. The task that waits for
         // the message watches the READ too.
         if !self.inbox.fetching.is_empty() {

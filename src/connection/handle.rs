@@ -314,7 +314,7 @@ impl Connection {
         let message = message.into();
         let buffer = self.handle.as_buffer(&message);
         let outgoing = Outgoing::of(&message, buffer.as_ref());
-        match self.handle.shared.with(|state, driver| state.try_send(outgoing, driver)) {
+        match self.handle.shared.with(|state, waker| state.try_send(outgoing, waker)) {
             Ok(true) => Ok(()),
             Ok(false) => Err(TrySendError::Full(message)),
             Err(error) => Err(TrySendError::Failed(error)),
@@ -373,9 +373,9 @@ impl Connection {
             loop {
                 let take = |state: &mut ConnectionState,
                             ticket: &mut _,
-                            driver: &_,
+                            waker: &_,
                             caller: &mut Caller<'_>| {
-                    state.poll_recv_buffer(&mut memory, ticket, driver, caller)
+                    state.poll_recv_buffer(&mut memory, ticket, waker, caller)
                 };
                 let next = ready!(shared.poll_receiver(context, &mut guard.ticket, take))?;
                 return Poll::Ready(Ok(match next {
@@ -443,8 +443,8 @@ impl Connection {
         let mut flush = Flush::default();
         poll_fn(|context| {
             within_budget(context, |context| {
-                shared.poll(context, |state, driver, caller| {
-                    state.poll_flush(&mut flush, &mut guard.ticket, driver, caller)
+                shared.poll(context, |state, waker, caller| {
+                    state.poll_flush(&mut flush, &mut guard.ticket, waker, caller)
                 })
             })
         })
@@ -458,7 +458,7 @@ impl Connection {
     ///
     /// [`MessageError::Closed`] with the reason.
     pub fn finish(&self) -> Result<(), MessageError> {
-        self.handle.shared.with(|state, driver| state.finish(driver))
+        self.handle.shared.with(|state, waker| state.finish(waker))
     }
 
     /// Finishes, waits until the peer has finished and all messages have arrived, and closes the
@@ -477,7 +477,7 @@ impl Connection {
     /// until the last handle is dropped; call `close` again to wait.
     pub async fn close(&self) -> Result<(), MessageError> {
         let handle = self.handle();
-        handle.shared.with(|state, driver| state.close(driver));
+        handle.shared.with(|state, waker| state.close(waker));
         let reason = match clock::timeout(handle.close_timeout, handle.shared.closed()).await {
             Some(reason) => reason,
             None => {
@@ -615,8 +615,8 @@ impl Connection {
         let mut guard = WaitGuard::new(shared, ConnectionState::withdraw_sender);
         poll_fn(|context| {
             within_budget(context, |context| {
-                shared.poll(context, |state, driver, caller| {
-                    state.poll_send(message, &mut guard.ticket, driver, caller)
+                shared.poll(context, |state, waker, caller| {
+                    state.poll_send(message, &mut guard.ticket, waker, caller)
                 })
             })
         })

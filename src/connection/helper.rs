@@ -21,7 +21,7 @@ impl Helper {
             && let Some(job) = shared.with(|state, _| state.memory.jobs.pop())
         {
             let done = job.run();
-            shared.with(|state, driver| state.on_job_done(done, driver));
+            shared.with(|state, waker| state.on_job_done(done, waker));
         }
         self.running = false;
     }
@@ -32,7 +32,7 @@ impl Drop for Helper {
         if let (true, Some(shared)) = (self.running, self.shared.upgrade()) {
             // It panicked. Otherwise receivers of the message would never be woken.
             shared.with(|state, _| state.on(Event::Terminate(CloseReason::Memory)));
-            shared.driver_waker.wake_driver();
+            shared.connection_waker.wake_driver();
         }
     }
 }

@@ -1,25 +1,97 @@
-use std::task::{Poll, Waker};
+//! Receiving: takes frames, and hands messages to the application.
+
+use std::task::{Context, Poll, Waker};
 
 use bytes::Bytes;
+use rdma_message_proto::Violation;
+use rdma_message_proto::incoming::Arrival;
 use rdma_message_proto::lifecycle::Event;
 use rdma_provider::later;
 
 use super::error::{CloseReason, MessageError};
 use super::inbox::{Arrived, Incoming, Message, Next, Notification};
 use super::state::ConnectionState;
-use crate::memory::BufMut;
+use crate::memory::{BufMut, RemoteRegion};
+use crate::op::Received;
 use crate::waiters::{Caller, Ticket};
 
+/// The number of frames taken before the task yields.
+pub(super) const BATCH: usize = 128;
+
 impl ConnectionState {
+    pub(super) fn take_frames(&mut self, context: &mut Context<'_>) -> Result<(), CloseReason> {
+        for taken in 0..BATCH {
+            let Some(receive) = self.receives.posted.front_mut() else { return Ok(()) };
+            // `is_finished` may poll the device, so only the first round calls it. A later
+            // completion calls the connection's waker.
+            let arrived = if taken == 0 { receive.is_finished() } else { receive.is_complete() };
+            if self.io.notifies && !arrived {
+                return Ok(());
+            }
+            let Poll::Ready(result) = receive.poll_unconstrained(context) else { return Ok(()) };
+            self.receives.posted.pop_front();
+            match result {
+                Ok(received) => self.on_frame(received)?,
+                Err(error) => {
+                    self.on(Event::Fail(error.kind().into()));
+                    return Ok(());
+                }
+            }
+        }
+        // Yields to other tasks.
+        context.waker().wake_by_ref();
+        Ok(())
+    }
+
+    fn on_frame(&mut self, received: Received<BufMut>) -> Result<(), CloseReason> {
+        let Received { buffer, len, imm, written, .. } = received;
+        let frame = self.protocol.on_frame(imm.map(|imm| imm.0), buffer.len(), written)?;
+        for _ in 0..frame.fetched {
+            if let Some(region) = self.outbox.offers.pop_front() {
+                self.protocol.sending.fetched(region.len());
+                later::dispose(region);
+            }
+        }
+        match frame.arrival {
+            Arrival::Message { parts, len } => {
+                self.inbox.push_last(parts as usize, buffer, len as usize);
+            }
+            Arrival::Part => self.inbox.push_part(buffer),
+            Arrival::Offer => {
+                let region = RemoteRegion::from_bytes(&buffer)
+                    .ok_or(Violation::FrameLength { len: buffer.len() })?;
+                self.protocol.on_offer(region.addr(), region.len())?;
+                self.post_receive(buffer);
+                self.inbox.push(Incoming::Offered(region));
+            }
+            Arrival::Notification => {
+                self.post_receive(buffer);
+                if let Some(imm) = imm {
+                    self.inbox.notifications.push_back(Notification { imm, len });
+                }
+            }
+            Arrival::Control => self.post_receive(buffer),
+            Arrival::Resize => {
+                let size = self.protocol.on_resize(&buffer)?;
+                self.post_receive(buffer);
+                self.limit_frames(Some(size));
+                // A message may now need fewer frames, or be offered.
+                self.wake_senders();
+            }
+            Arrival::Skip => self.on_skip(buffer),
+        }
+        Ok(())
+    }
+
     pub(super) fn poll_notification(
         &mut self,
         ticket: &mut Option<Ticket>,
-        driver: &Waker,
+        waker: &Waker,
         caller: &mut Caller<'_>,
     ) -> Poll<Option<Result<Notification, MessageError>>> {
         if self.waiting.notified.is_first(*ticket) {
             if self.inbox.notifications.is_empty() {
-                self.progress_for_receiver(driver);
+                self.progress_for_receiver(waker);
             }
             if self.protocol.phase().takes_messages()
                 && let Some(notification) = self.inbox.notifications.pop_front()
@@ -67,10 +139,10 @@ impl ConnectionState {
     pub(crate) fn poll_recv(
         &mut self,
         ticket: &mut Option<Ticket>,
-        driver: &Waker,
+        waker: &Waker,
         caller: &mut Caller<'_>,
     ) -> Poll<Result<Option<Bytes>, MessageError>> {
-        self.poll_message(Self::take_message, ticket, driver, caller)
+        self.poll_message(Self::take_message, ticket, waker, caller)
     }
 
     /// Uses `memory` for a copy.
@@ -78,19 +150,19 @@ impl ConnectionState {
         &mut self,
         memory: &mut Option<BufMut>,
         ticket: &mut Option<Ticket>,
-        driver: &Waker,
+        waker: &Waker,
         caller: &mut Caller<'_>,
     ) -> Poll<Result<Option<Next>, MessageError>> {
-        self.poll_message(|state| state.take_registered(memory), ticket, driver, caller)
+        self.poll_message(|state| state.take_registered(memory), ticket, waker, caller)
     }
 
     pub(super) fn poll_next(
         &mut self,
         ticket: &mut Option<Ticket>,
-        driver: &Waker,
+        waker: &Waker,
         caller: &mut Caller<'_>,
     ) -> Poll<Result<Option<Bytes>, MessageError>> {
-        match self.next(Self::take_message, driver, caller) {
+        match self.next(Self::take_message, waker, caller) {
             Some(next) => {
                 self.withdraw_stream(ticket);
                 Poll::Ready(next)
@@ -108,12 +180,12 @@ impl ConnectionState {
         &mut self,
         take: impl FnOnce(&mut Self) -> Option<T>,
         ticket: &mut Option<Ticket>,
-        driver: &Waker,
+        waker: &Waker,
         caller: &mut Caller<'_>,
     ) -> Poll<Result<Option<T>, MessageError>> {
         let first = self.inbox.base;
         if self.is_turn(&self.waiting.receivers, *ticket)
-            && let Some(next) = self.next(take, driver, caller)
+            && let Some(next) = self.next(take, waker, caller)
         {
             let keeps_turn = matches!(next, Ok(Some(_))) && self.inbox.base == first;
             if !keeps_turn {
@@ -128,12 +200,13 @@ impl ConnectionState {
     fn next<T>(
         &mut self,
         take: impl FnOnce(&mut Self) -> Option<T>,
-        driver: &Waker,
+        waker: &Waker,
         caller: &mut Caller<'_>,
     ) -> Option<Result<Option<T>, MessageError>> {
-        // Once is enough: later completions are found by the driver's waker.
+        // Skipped in the second check of a poll: a completion since the first has called the
+        // connection's waker.
         if !self.inbox.is_ready() && !caller.checks_again() {
-            self.progress_for_receiver(driver);
+            self.progress_for_receiver(waker);
         }
         let first = self.inbox.base;
         // After `close`, earlier messages may be discarded.
@@ -144,7 +217,7 @@ impl ConnectionState {
             if self.inbox.base != first {
                 self.send_due();
                 if !self.inbox.waiting.is_empty() {
-                    self.progress(driver);
+                    self.progress(waker);
                 }
             }
             return Some(Ok(Some(message)));

@@ -6,7 +6,7 @@ use super::message_memory::Job;
 pub(super) enum Jobs {
     #[default]
     None,
-    /// Jobs for a thread that is not started yet.
+    /// Jobs for a helper that is not started yet.
     Queued(VecDeque<Job>),
     Running(VecDeque<Job>),
 }
@@ -19,21 +19,21 @@ impl Jobs {
         }
     }
 
-    pub(super) fn need_thread(&self) -> bool {
+    pub(super) fn need_helper(&self) -> bool {
         matches!(self, Self::Queued(_))
     }
 
-    /// If this returns true, the caller must start the thread.
+    /// If this returns true, the caller must start the helper.
     #[must_use]
     pub(super) fn start(&mut self) -> bool {
-        let starts = self.need_thread();
+        let starts = self.need_helper();
         if let Self::Queued(jobs) = self {
             *self = Self::Running(std::mem::take(jobs));
         }
         starts
     }
 
-    /// Without a next job, the thread exits.
+    /// Without a next job, the helper ends.
     pub(super) fn pop(&mut self) -> Option<Job> {
         let (Self::Queued(jobs) | Self::Running(jobs)) = self else { return None };
         let next = jobs.pop_front();
@@ -43,7 +43,7 @@ impl Jobs {
         next
     }
 
-    /// Makes the thread exit.
+    /// Ends the helper.
     pub(super) fn take(&mut self) -> VecDeque<Job> {
         match self {
             Self::None => VecDeque::new(),

@@ -38,8 +38,8 @@ impl Stream for Notifications<'_> {
         }
         let WaitGuard { shared, ticket, .. } = guard;
         let next = ready!(within_budget(context, |context| {
-            shared.poll(context, |state, driver, caller| {
-                state.poll_notification(ticket, driver, caller)
+            shared.poll(context, |state, waker, caller| {
+                state.poll_notification(ticket, waker, caller)
             })
         }));
         *ended = !matches!(next, Some(Ok(_)));

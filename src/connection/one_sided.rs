@@ -143,9 +143,9 @@ impl Connection {
         let mut guard = WaitGuard::new(shared, ConnectionState::withdraw_sender);
         let write = poll_fn(|context| {
             within_budget(context, |context| {
-                shared.poll(context, |state, driver, caller| {
+                shared.poll(context, |state, waker, caller| {
                     let (ticket, request) = (&mut guard.ticket, (remote, imm));
-                    state.poll_write_with_imm(&mut buffer, request, ticket, driver, caller)
+                    state.poll_write_with_imm(&mut buffer, request, ticket, waker, caller)
                 })
             })
         });

@@ -136,10 +136,10 @@ impl ConnectionState {
         &mut self,
         message: Outgoing<'_>,
         ticket: &mut Option<Ticket>,
-        driver: &Waker,
+        waker: &Waker,
         caller: &mut Caller<'_>,
     ) -> Poll<Result<(), MessageError>> {
-        self.poll_unblocked(|state| state.attempt_send(message, driver), ticket, driver, caller)
+        self.poll_unblocked(|state| state.attempt_send(message, waker), ticket, waker, caller)
     }
 
     /// Calls `send` if this task is first in the queue. Waits for the resource that it returns as
@@ -148,13 +148,13 @@ impl ConnectionState {
         &mut self,
         mut send: impl FnMut(&mut Self) -> Attempt<T>,
         ticket: &mut Option<Ticket>,
-        driver: &Waker,
+        waker: &Waker,
         caller: &mut Caller<'_>,
     ) -> Poll<Result<T, MessageError>> {
         if self.is_turn(&self.waiting.senders, *ticket) {
             let mut result = send(self);
             if matches!(result, Ok(Err(_))) {
-                self.progress(driver);
+                self.progress(waker);
                 result = send(self);
             }
             match result {
@@ -177,8 +177,8 @@ impl ConnectionState {
         }
         self.waiting.senders.wait(ticket, caller);
         if matches!(self.waiting.blocked, Blocked::Buffers(_)) {
-            // Registers the driver with a buffer's send.
-            self.progress(driver);
+            // Registers the connection's waker with a buffer's send.
+            self.progress(waker);
         }
         Poll::Pending
     }
@@ -189,12 +189,12 @@ impl ConnectionState {
         buffer: &mut Option<B>,
         (remote, imm): (RemoteRegion, Imm),
         ticket: &mut Option<Ticket>,
-        driver: &Waker,
+        waker: &Waker,
         caller: &mut Caller<'_>,
     ) -> Poll<Option<Write<B>>> {
         let first = self.waiting.senders.is_first(*ticket);
         if first && !self.protocol.flow.may_send(Kind::Data) {
-            self.progress(driver);
+            self.progress(waker);
         }
         let open = self.protocol.phase().check_open().is_ok();
         if open && !(first && self.protocol.flow.may_send(Kind::Data)) {
@@ -224,16 +224,16 @@ impl ConnectionState {
     pub(super) fn try_send(
         &mut self,
         message: Outgoing<'_>,
-        driver: &Waker,
+        waker: &Waker,
     ) -> Result<bool, MessageError> {
         self.protocol.phase().check_open()?;
         if !self.waiting.senders.is_empty() {
             return Ok(false);
         }
-        let mut sent = self.attempt_send(message, driver)?;
+        let mut sent = self.attempt_send(message, waker)?;
         if sent.is_err() {
-            self.progress(driver);
-            sent = self.attempt_send(message, driver)?;
+            self.progress(waker);
+            sent = self.attempt_send(message, waker)?;
         }
         Ok(sent.is_ok())
     }
@@ -249,8 +249,8 @@ impl ConnectionState {
         self.wake_senders();
     }
 
-    /// Sends a message. Completions of sends in place wake `driver`.
-    pub(super) fn attempt_send(&mut self, message: Outgoing<'_>, driver: &Waker) -> Attempt<()> {
+    /// Sends a message. Completions of sends in place call `waker`.
+    pub(super) fn attempt_send(&mut self, message: Outgoing<'_>, waker: &Waker) -> Attempt<()> {
         self.protocol.phase().check_open()?;
         let long = message.len();
         // Bytes of a stream are no message; `poll_write_bytes` limits what it offers.
@@ -273,7 +273,7 @@ impl ConnectionState {
             }
             Way::Frames(frames) => match message {
                 Outgoing::Buffer(buffer) if self.is_registered(buffer) => {
-                    self.send_in_place(buffer, frames, driver);
+                    self.send_in_place(buffer, frames, waker);
                 }
                 _ => {
                     let copied = self.copy_to_frames(message.pieces(), long as usize, frames)?;
@@ -311,9 +311,9 @@ impl ConnectionState {
     }
 
     /// Sends the parts of `message`, one per frame, from its memory.
-    fn send_in_place(&mut self, message: &Buf, frames: usize, driver: &Waker) {
+    fn send_in_place(&mut self, message: &Buf, frames: usize, waker: &Waker) {
         if frames == 1 && self.outbox.sends.is_empty() {
-            return self.send_alone_in_place(message, driver);
+            return self.send_alone_in_place(message, waker);
         }
         let (watches, mut start) = (self.outbox.in_place == 0, 0);
         for number in 1..=frames {
@@ -330,19 +330,19 @@ impl ConnectionState {
         if watches {
             // The buffers must return even if no task waits for their sends. So one send is always
             // watched, and its completion leads to the next.
-            let context = &mut Context::from_waker(driver);
+            let context = &mut Context::from_waker(waker);
             self.terminate_on_error(|state| state.watch_sends(context));
         }
     }
 
     /// Sends a message of one frame while no other is in flight.
-    fn send_alone_in_place(&mut self, message: &Buf, driver: &Waker) {
+    fn send_alone_in_place(&mut self, message: &Buf, waker: &Waker) {
         let header = self.protocol.flow.send(Kind::Data);
         let send = self.io.frame(header).send(message.clone());
         let mut sent = Sent::InPlace(send);
         self.note_refusal(sent.refusal());
         self.protocol.sending.post();
-        let context = &mut Context::from_waker(driver);
+        let context = &mut Context::from_waker(waker);
         match sent.poll(context) {
             Poll::Pending => {
                 self.outbox.push(sent);
@@ -397,7 +397,7 @@ impl ConnectionState {
         &mut self,
         flush: &mut Flush,
         ticket: &mut Option<Ticket>,
-        driver: &Waker,
+        waker: &Waker,
         caller: &mut Caller<'_>,
     ) -> Poll<Result<(), MessageError>> {
         let target = match flush.target {
@@ -412,7 +412,7 @@ impl ConnectionState {
         self.waiting.flushers.wait(ticket, caller);
         let earliest = self.waiting.flush.map_or(target, |point| point.min(target));
         self.waiting.flush = Some(earliest);
-        self.progress(driver);
+        self.progress(waker);
         let result = match self.close_reason() {
             Some(CloseReason::Clean) => Ok(()),
             Some(reason) => Err(MessageError::Closed(reason)),

@@ -43,22 +43,22 @@ impl ConnectionState {
         &mut self,
         into: &mut Option<&mut ReadBuf<'_>>,
         ticket: &mut Option<Ticket>,
-        driver: &Waker,
+        waker: &Waker,
         caller: &mut Caller<'_>,
     ) -> Poll<Result<Option<Taken>, MessageError>> {
-        self.poll_message(|state| state.take_bytes(into), ticket, driver, caller)
+        self.poll_message(|state| state.take_bytes(into), ticket, waker, caller)
     }
 
     /// Returns the next chunk, or `None` at the end.
-    pub(crate) fn try_read(&mut self, driver: &Waker) -> Poll<Result<Option<Chunk>, MessageError>> {
+    pub(crate) fn try_read(&mut self, waker: &Waker) -> Poll<Result<Option<Chunk>, MessageError>> {
         if !self.inbox.is_ready() {
-            self.progress_for_receiver(driver);
+            self.progress_for_receiver(waker);
         }
         let may_take = self.protocol.phase().takes_messages() && !self.inbox.is_drained();
         if may_take && let Some(Taken::Chunk(chunk)) = self.take_bytes(&mut None) {
             self.send_due();
             if !self.inbox.waiting.is_empty() {
-                self.progress(driver);
+                self.progress(waker);
             }
             return Poll::Ready(Ok(Some(chunk)));
         }
@@ -68,18 +68,18 @@ impl ConnectionState {
     pub(crate) fn poll_readable(
         &mut self,
         ticket: &mut Option<Ticket>,
-        driver: &Waker,
+        waker: &Waker,
         caller: &mut Caller<'_>,
     ) -> Poll<()> {
         let is_ready = |state: &mut Self| state.inbox.is_ready().then_some(());
-        self.poll_message(is_ready, ticket, driver, caller).map(drop)
+        self.poll_message(is_ready, ticket, waker, caller).map(drop)
     }
 
     /// Waits like [`poll_readable`](Self::poll_readable), but only for the last task that calls
     /// this.
-    pub(crate) fn poll_read_ready(&mut self, driver: &Waker, caller: &mut Caller<'_>) -> Poll<()> {
+    pub(crate) fn poll_read_ready(&mut self, waker: &Waker, caller: &mut Caller<'_>) -> Poll<()> {
         let mut ticket = self.stream.polled.reader.take();
-        let ready = self.poll_readable(&mut ticket, driver, caller);
+        let ready = self.poll_readable(&mut ticket, waker, caller);
         self.stream.polled.reader = ticket;
         ready
     }

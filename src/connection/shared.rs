@@ -26,10 +26,11 @@ use crate::waiters::{Caller, Ticket};
 
 thread_local! {
     /// The connection that this thread drives or serves; true if its driver was woken since.
-    static POLLED: Cell<(*const DriverWaker, bool)> = const { Cell::new((ptr::null(), false)) };
+    static POLLED: Cell<(*const ConnectionWaker, bool)> = const { Cell::new((ptr::null(), false)) };
     /// Other connections woken since: one drain of a shared completion queue finds completions of
     /// several.
-    static OTHERS: RefCell<VecDeque<Arc<DriverWaker>>> = const { RefCell::new(VecDeque::new()) };
+    static OTHERS: RefCell<VecDeque<Arc<ConnectionWaker>>> =
+        const { RefCell::new(VecDeque::new()) };
     static SERVES_OTHERS: Cell<bool> = const { Cell::new(false) };
 }
 
@@ -57,14 +58,14 @@ fn serve_others() {
 /// The waker of all operations of a connection. It serves the connection on the waking thread, or
 /// wakes the driver if that is not possible.
 #[derive(Debug)]
-pub(super) struct DriverWaker {
+pub(super) struct ConnectionWaker {
     driver: futures::task::AtomicWaker,
     shared: Weak<ConnectionInner>,
     /// False if a thread polls for several connections, because it must not wait for one.
     in_place: bool,
 }
 
-impl DriverWaker {
+impl ConnectionWaker {
     pub(super) fn register(&self, waker: &Waker) {
         self.driver.register(waker);
     }
@@ -82,7 +83,7 @@ impl DriverWaker {
     fn serve(&self) {
         let Some(shared) = self.shared.upgrade() else { return };
         let poll = DriverPoll::begin(self);
-        let must_continue = shared.with_unless_locked(|state, driver| state.serve(driver));
+        let must_continue = shared.with_unless_locked(|state, waker| state.serve(waker));
         if must_continue != Some(false) || poll.end() {
             self.driver.wake();
         }
@@ -106,7 +107,7 @@ impl DriverWaker {
     }
 }
 
-impl std::task::Wake for DriverWaker {
+impl std::task::Wake for ConnectionWaker {
     fn wake(self: Arc<Self>) {
         self.wake_by_ref();
     }
@@ -125,18 +126,18 @@ impl std::task::Wake for DriverWaker {
 
 /// A poll of the driver, or progress on its behalf, during which its waker only sets a flag.
 pub(super) struct DriverPoll {
-    driver_waker: *const DriverWaker,
-    before: (*const DriverWaker, bool),
+    connection_waker: *const ConnectionWaker,
+    before: (*const ConnectionWaker, bool),
 }
 
 impl DriverPoll {
-    pub(super) fn begin(driver_waker: &DriverWaker) -> Self {
-        Self { driver_waker, before: POLLED.replace((driver_waker, false)) }
+    pub(super) fn begin(connection_waker: &ConnectionWaker) -> Self {
+        Self { connection_waker, before: POLLED.replace((connection_waker, false)) }
     }
 
     /// Returns true if the driver was woken meanwhile.
     pub(super) fn end(self) -> bool {
-        POLLED.get() == (self.driver_waker, true)
+        POLLED.get() == (self.connection_waker, true)
     }
 }
 
@@ -152,7 +153,7 @@ impl Drop for DriverPoll {
 #[derive(Debug)]
 pub(crate) struct ConnectionInner {
     state: Mutex<ConnectionState>,
-    pub(super) driver_waker: Arc<DriverWaker>,
+    pub(super) connection_waker: Arc<ConnectionWaker>,
     waker: Waker,
     pub(crate) qp: QueuePair,
     /// The last task that began to receive had to wait. A hint, so its order is not ensured.
@@ -170,12 +171,12 @@ impl ConnectionInner {
     ) -> Arc<Self> {
         state.io.runtime = Some(runtime.id());
         Arc::new_cyclic(|this: &Weak<Self>| {
-            let driver_waker = Arc::new(DriverWaker {
+            let connection_waker = Arc::new(ConnectionWaker {
                 driver: futures::task::AtomicWaker::new(),
                 shared: this.clone(),
                 in_place: !qp.is_polled_by_thread(),
             });
-            let waker = Waker::from(driver_waker.clone());
+            let waker = Waker::from(connection_waker.clone());
             // Until this returns, the waker finds no connection. The driver's first poll takes
             // what has arrived.
             if qp.notifies() {
@@ -184,7 +185,7 @@ impl ConnectionInner {
             Self {
                 state: Mutex::new(*state),
                 waker,
-                driver_waker,
+                connection_waker,
                 qp,
                 receivers_wait: AtomicBool::new(false),
                 runtime,
@@ -223,7 +224,7 @@ impl ConnectionInner {
         work: impl FnOnce(&mut ConnectionState, &Waker) -> R,
     ) -> R {
         let result = work(&mut state, &self.waker);
-        if state.io.wakes_driver || state.memory.jobs.need_thread() {
+        if state.io.wakes_driver || state.memory.jobs.need_helper() {
             self.follow_up(state);
         }
         result
@@ -236,7 +237,7 @@ impl ConnectionInner {
         let starts_helper = state.memory.jobs.start();
         drop(state);
         if starts_helper {
-            let helper = Helper::new(self.driver_waker.shared.clone());
+            let helper = Helper::new(self.connection_waker.shared.clone());
             if self.qp.protection_domain().device().may_block() {
                 let runtime = self.runtime.clone();
                 blocking::spawn(move || {
@@ -249,7 +250,7 @@ impl ConnectionInner {
             }
         }
         if wakes_driver {
-            self.driver_waker.wake_driver();
+            self.connection_waker.wake_driver();
         }
     }
 
@@ -280,7 +281,7 @@ impl ConnectionInner {
             caller.expect_wait();
         }
         let result =
-            self.poll_as(caller, |state, driver, caller| work(state, ticket, driver, caller));
+            self.poll_as(caller, |state, waker, caller| work(state, ticket, waker, caller));
         if is_new && result.is_pending() != expected {
             self.receivers_wait.store(!expected, Ordering::Relaxed);
         }
@@ -293,10 +294,10 @@ impl ConnectionInner {
         mut caller: Caller<'_>,
         mut work: impl FnMut(&mut ConnectionState, &Waker, &mut Caller<'_>) -> Poll<R>,
     ) -> Poll<R> {
-        let mut result = self.with(|state, driver_waker| work(state, driver_waker, &mut caller));
+        let mut result = self.with(|state, waker| work(state, waker, &mut caller));
         if result.is_pending() && caller.clone_if_needed() {
             // The clone registers the task: no third call is needed.
-            result = self.with(|state, driver_waker| work(state, driver_waker, &mut caller));
+            result = self.with(|state, waker| work(state, waker, &mut caller));
         }
         later::discard(caller.unused());
         result
@@ -310,8 +311,8 @@ impl ConnectionInner {
         let mut guard = WaitGuard::new(self, ConnectionState::withdraw_flusher);
         poll_fn(|context| {
             within_budget(context, |context| {
-                self.poll(context, |state, driver, caller| {
-                    state.poll_closed(&mut guard.ticket, driver, caller)
+                self.poll(context, |state, waker, caller| {
+                    state.poll_closed(&mut guard.ticket, waker, caller)
                 })
             })
         })
@@ -320,13 +321,13 @@ impl ConnectionInner {
 
     pub(super) fn probe(&self) {
         self.with(|state, _| state.protocol.probe(clock::now()));
-        self.driver_waker.wake_driver();
+        self.connection_waker.wake_driver();
     }
 
     pub(super) fn abandon(&self) {
         self.abort_if_runtime_shuts_down();
-        self.with(|state, driver_waker| state.abandon(driver_waker));
-        self.driver_waker.wake_driver();
+        self.with(|state, waker| state.abandon(waker));
+        self.connection_waker.wake_driver();
     }
 
     pub(crate) fn abort_if_runtime_shuts_down(&self) {
@@ -338,8 +339,8 @@ impl ConnectionInner {
     }
 
     pub(crate) fn abort(&self, reason: CloseReason) {
-        self.with(|state, driver_waker| state.abort(reason, driver_waker));
-        self.driver_waker.wake_driver();
+        self.with(|state, waker| state.abort(reason, waker));
+        self.connection_waker.wake_driver();
     }
 }
 
@@ -349,8 +350,8 @@ impl Accepted for ConnectionInner {
     }
 
     fn drain(&self) {
-        self.with(|state, driver_waker| state.drain(driver_waker));
-        self.driver_waker.wake_driver();
+        self.with(|state, waker| state.drain(waker));
+        self.connection_waker.wake_driver();
     }
 
     fn abort(&self, reason: CloseReason) {
@@ -411,12 +412,12 @@ mod tests {
 
     /// Returns more connections than one thread serves in a row. They have ended, so serving them
     /// does nothing, and the counter tells how often their drivers were woken.
-    fn connections() -> (Vec<Arc<DriverWaker>>, Arc<Counts>) {
+    fn connections() -> (Vec<Arc<ConnectionWaker>>, Arc<Counts>) {
         let counts = Arc::new(Counts::default());
         let connection = || {
             let driver = futures::task::AtomicWaker::new();
             driver.register(&Waker::from(counts.clone()));
-            Arc::new(DriverWaker { driver, shared: Weak::new(), in_place: true })
+            Arc::new(ConnectionWaker { driver, shared: Weak::new(), in_place: true })
         };
         let all = std::iter::repeat_with(connection).take(MAX_IN_TURN + BEYOND).collect();
         (all, counts)
@@ -425,7 +426,7 @@ mod tests {
     #[test]
     fn drivers_are_woken_for_connections_beyond_those_queued() {
         let (connections, counts) = connections();
-        let polled = DriverWaker {
+        let polled = ConnectionWaker {
             driver: futures::task::AtomicWaker::new(),
             shared: Weak::new(),
             in_place: true,

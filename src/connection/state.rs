@@ -15,10 +15,8 @@ use std::sync::Arc;
 use std::task::{Context, Poll, Waker, ready};
 use std::time::{Duration, Instant};
 
-use rdma_message_proto::Violation;
 use rdma_message_proto::frame::{Header, Kind, OFFER_LEN};
 use rdma_message_proto::handshake::{Handshake, Service};
-use rdma_message_proto::incoming::Arrival;
 use rdma_message_proto::lifecycle::{Event, Phase, Stage};
 use rdma_message_proto::protocol::{Due, Protocol};
 use rdma_message_proto::refusal::MAX_REJECT_DATA;
@@ -30,7 +28,7 @@ use tokio::runtime;
 use super::budget::BudgetGuard;
 use super::config::ConnectionConfig;
 use super::error::CloseReason;
-use super::inbox::{Inbox, Incoming, Notification};
+use super::inbox::Inbox;
 use super::jobs::Jobs;
 use super::message_memory::FetchMemory;
 use super::outbox::{Outbox, Sent};
@@ -43,16 +41,13 @@ use crate::cm::CmConnection;
 use crate::engine::is_current;
 use crate::error::{OpErrorKind, SetupError};
 use crate::forked;
-use crate::memory::{BufMut, Pool, RemoteRegion};
-use crate::op::{Destination, Posting, QueuePair, Received};
+use crate::memory::{Pool, RemoteRegion};
+use crate::op::{Destination, Posting, QueuePair};
 use crate::types::Imm;
 use crate::waiters::{Ticket, Waiters};
 
 const _: () = assert!(OFFER_LEN == RemoteRegion::ENCODED_LEN);
 const _: () = assert!(MAX_REJECT_DATA == rdma_provider::cm_contract::MAX_REJECT_DATA);
-
-/// The number of frames handled before the task yields.
-pub(super) const BATCH: usize = 128;
 
 /// A poll of the send queue is worth its cost with this number of frames in flight.
 const REAPED: usize = 8;
@@ -80,7 +75,7 @@ pub(super) struct Io {
     pub(super) qp: QueuePair,
     /// Dropping it disconnects the peer.
     pub(super) link: Option<Arc<CmConnection>>,
-    /// The driver's waker learns of completed receives, which have no wakers.
+    /// True if a completed receive calls the connection's waker.
     pub(super) notifies: bool,
     /// The runtime of the driver, once there is one.
     pub(super) runtime: Option<runtime::Id>,
@@ -162,18 +157,18 @@ impl ConnectionState {
         self.renew_send_memory();
     }
 
-    /// Works, wakes tasks, and lets this runtime watch the receives. Operations wake `driver`.
-    pub(super) fn progress(&mut self, driver: &Waker) {
-        self.advance(driver);
-        // The task may wait for a receive, also if the other runtimes that watch the queue do not
+    /// Works, wakes tasks, and lets this runtime watch the receives. Operations call `waker`.
+    pub(super) fn progress(&mut self, waker: &Waker) {
+        self.advance(waker);
+        // The task may wait for a receive, even if the other runtimes that watch the queue do not
         // run. If this one cannot watch it, the driver polls.
         if self.io.notifies && self.close_reason().is_none() && !self.io.qp.watch_receives() {
             self.io.wake_driver();
         }
     }
 
-    /// If nothing has arrived, does no other work: other completions wake the driver.
-    pub(super) fn progress_for_receiver(&mut self, driver: &Waker) {
+    /// If nothing has arrived, does no other work: other completions call the connection's waker.
+    pub(super) fn progress_for_receiver(&mut self, waker: &Waker) {
         let nothing_arrived = self.io.notifies
             && self.inbox.fetching.is_empty()
             && self.protocol.phase().check_open().is_ok()
@@ -182,17 +177,17 @@ impl ConnectionState {
         if nothing_arrived && self.io.qp.watch_receives() {
             return;
         }
-        self.progress(driver);
+        self.progress(waker);
     }
 
-    fn advance(&mut self, driver: &Waker) {
+    fn advance(&mut self, waker: &Waker) {
         if self.close_reason().is_some() {
             return;
         }
         self.terminate_on_error(|state| {
             let forked = |error| CloseReason::Operation(OpErrorKind::CompletionQueue(error));
             forked::check().map_err(forked)?;
-            state.work(&mut Context::from_waker(driver))
+            state.work(&mut Context::from_waker(waker))
         });
         self.wake();
         // Only the driver keeps deadlines.
@@ -216,24 +211,24 @@ impl ConnectionState {
     }
 
     /// Returns true if the driver must continue.
-    pub(super) fn serve(&mut self, driver: &Waker) -> bool {
+    pub(super) fn serve(&mut self, waker: &Waker) -> bool {
         if self.needs_driver() {
             return true;
         }
-        self.advance(driver);
+        self.advance(waker);
         self.needs_driver()
     }
 
     /// Makes progress for the driver. Returns its next deadline, or the close reason.
-    pub(super) fn drive(&mut self, driver: &Waker) -> ControlFlow<CloseReason, Option<Instant>> {
-        self.progress(driver);
+    pub(super) fn drive(&mut self, waker: &Waker) -> ControlFlow<CloseReason, Option<Instant>> {
+        self.progress(waker);
         self.protocol.linger(clock::now);
         let fetched = self.limits.is_elastic && self.memory.fetch.pooled() > 0;
         let receives = self.protocol.watches_receives() || self.receives.are_leaving();
         if receives || self.memory.send.is_grown() || fetched {
             self.protocol.watch_idle(clock::now);
         }
-        if self.is_abort_acknowledged(driver) {
+        if self.is_abort_acknowledged(waker) {
             self.on(Event::Terminate(CloseReason::Local));
         }
         self.close_reason()
@@ -301,69 +296,6 @@ impl ConnectionState {
             None if self.protocol.is_complete() => Err(CloseReason::Clean),
             None => Ok(()),
         }
-    }
-
-    pub(super) fn take_frames(&mut self, context: &mut Context<'_>) -> Result<(), CloseReason> {
-        for taken in 0..BATCH {
-            let Some(receive) = self.receives.posted.front_mut() else { return Ok(()) };
-            // One poll of the device: later ones call the waker of the connection.
-            let arrived = if taken == 0 { receive.is_finished() } else { receive.is_complete() };
-            if self.io.notifies && !arrived {
-                return Ok(());
-            }
-            let Poll::Ready(result) = receive.poll_unconstrained(context) else { return Ok(()) };
-            self.receives.posted.pop_front();
-            match result {
-                Ok(received) => self.on_frame(received)?,
-                Err(error) => {
-                    self.on(Event::Fail(error.kind().into()));
-                    return Ok(());
-                }
-            }
-        }
-        // Yields to other tasks.
-        context.waker().wake_by_ref();
-        Ok(())
-    }
-
-    fn on_frame(&mut self, received: Received<BufMut>) -> Result<(), CloseReason> {
-        let Received { buffer, len, imm, written, .. } = received;
-        let frame = self.protocol.on_frame(imm.map(|imm| imm.0), buffer.len(), written)?;
-        for _ in 0..frame.fetched {
-            if let Some(region) = self.outbox.offers.pop_front() {
-                self.protocol.sending.fetched(region.len());
-                later::dispose(region);
-            }
-        }
-        match frame.arrival {
-            Arrival::Message { parts, len } => {
-                self.inbox.push_last(parts as usize, buffer, len as usize);
-            }
-            Arrival::Part => self.inbox.push_part(buffer),
-            Arrival::Offer => {
-                let region = RemoteRegion::from_bytes(&buffer)
-                    .ok_or(Violation::FrameLength { len: buffer.len() })?;
-                self.protocol.on_offer(region.addr(), region.len())?;
-                self.post_receive(buffer);
-                self.inbox.push(Incoming::Offered(region));
-            }
-            Arrival::Notification => {
-                self.post_receive(buffer);
-                if let Some(imm) = imm {
-                    self.inbox.notifications.push_back(Notification { imm, len });
-                }
-            }
-            Arrival::Control => self.post_receive(buffer),
-            Arrival::Resize => {
-                let size = self.protocol.on_resize(&buffer)?;
-                self.post_receive(buffer);
-                self.limit_frames(Some(size));
-                // A message may now need fewer frames, or be offered.
-                self.wake_senders();
-            }
-            Arrival::Skip => self.on_skip(buffer),
-        }
-        Ok(())
     }
 
     pub(super) fn note_failed_growth(&mut self, error: &SetupError) {
@@ -450,7 +382,7 @@ impl ConnectionState {
         }
     }
 
-    /// Registers the driver with the send that is awaited.
+    /// Registers the connection's waker with the send that is awaited.
     #[inline]
     pub(super) fn watch_sends(&mut self, context: &mut Context<'_>) -> Result<(), CloseReason> {
         match self.awaited_send() {

@@ -60,21 +60,21 @@ impl ConnectionState {
         &mut self,
         slices: &[IoSlice<'_>],
         ticket: &mut Option<Ticket>,
-        driver: &Waker,
+        waker: &Waker,
         caller: &mut Caller<'_>,
     ) -> Poll<Result<usize, MessageError>> {
-        self.poll_written(|state| state.write(slices), ticket, driver, caller)
+        self.poll_written(|state| state.write(slices), ticket, waker, caller)
     }
 
-    pub(crate) fn try_write(&mut self, slices: &[IoSlice<'_>], driver: &Waker) -> Attempt<usize> {
+    pub(crate) fn try_write(&mut self, slices: &[IoSlice<'_>], waker: &Waker) -> Attempt<usize> {
         self.protocol.phase().check_open()?;
         let mut written = self.write(slices);
         if matches!(written, Ok(Err(_))) {
-            self.progress(driver);
+            self.progress(waker);
             written = self.write(slices);
         }
         if matches!(written, Ok(Ok(_))) && !self.outbox.held.is_empty() {
-            self.progress(driver);
+            self.progress(waker);
         }
         written
     }
@@ -82,7 +82,7 @@ impl ConnectionState {
     pub(crate) fn poll_writable(
         &mut self,
         ticket: &mut Option<Ticket>,
-        driver: &Waker,
+        waker: &Waker,
         caller: &mut Caller<'_>,
     ) -> Poll<()> {
         let check = |state: &mut Self| {
@@ -90,14 +90,14 @@ impl ConnectionState {
             let appends = state.outbox.held.back().is_some_and(|held| !held.is_full());
             Ok(if appends { Ok(()) } else { state.check_held_buffer() })
         };
-        self.poll_unblocked(check, ticket, driver, caller).map(drop)
+        self.poll_unblocked(check, ticket, waker, caller).map(drop)
     }
 
     /// Waits like [`poll_writable`](Self::poll_writable), but only for the last task that calls
     /// this.
-    pub(crate) fn poll_write_ready(&mut self, driver: &Waker, caller: &mut Caller<'_>) -> Poll<()> {
+    pub(crate) fn poll_write_ready(&mut self, waker: &Waker, caller: &mut Caller<'_>) -> Poll<()> {
         let mut ticket = self.stream.polled.writer.take();
-        let ready = self.poll_writable(&mut ticket, driver, caller);
+        let ready = self.poll_writable(&mut ticket, waker, caller);
         self.stream.polled.writer = ticket;
         ready
     }
@@ -108,19 +108,19 @@ impl ConnectionState {
         bytes: &Bytes,
         buffer: Option<&Buf>,
         ticket: &mut Option<Ticket>,
-        driver: &Waker,
+        waker: &Waker,
         caller: &mut Caller<'_>,
     ) -> Poll<Result<usize, MessageError>> {
         let len = bytes.len().min(PIECE).min(usize::try_from(self.limits.send).unwrap_or(PIECE));
         if len <= self.protocol.framing().eager() {
             return match buffer {
-                Some(buffer) => self.poll_write_buffer(buffer, ticket, driver, caller),
-                None => self.poll_write(&[IoSlice::new(bytes)], ticket, driver, caller),
+                Some(buffer) => self.poll_write_buffer(buffer, ticket, waker, caller),
+                None => self.poll_write(&[IoSlice::new(bytes)], ticket, waker, caller),
             };
         }
         let piece = bytes.slice(..len);
-        let offer = |state: &mut Self| state.send_whole(Outgoing::Bytes(&piece), len, driver);
-        self.poll_written(offer, ticket, driver, caller)
+        let offer = |state: &mut Self| state.send_whole(Outgoing::Bytes(&piece), len, waker);
+        self.poll_written(offer, ticket, waker, caller)
     }
 
     /// Sends from the buffer's memory if that is registered here.
@@ -128,11 +128,11 @@ impl ConnectionState {
         &mut self,
         buffer: &Buf,
         ticket: &mut Option<Ticket>,
-        driver: &Waker,
+        waker: &Waker,
         caller: &mut Caller<'_>,
     ) -> Poll<Result<usize, MessageError>> {
         if !self.is_registered(buffer) {
-            return self.poll_write_bytes(&buffer.clone().into(), None, ticket, driver, caller);
+            return self.poll_write_bytes(&buffer.clone().into(), None, ticket, waker, caller);
         }
         // One frame while their size changes: a piece of several could be offered instead.
         let framing = self.protocol.framing();
@@ -147,13 +147,13 @@ impl ConnectionState {
             piece = part;
             &piece
         };
-        let lend = |state: &mut Self| state.send_whole(Outgoing::Buffer(lent), len, driver);
-        self.poll_written(lend, ticket, driver, caller)
+        let lend = |state: &mut Self| state.send_whole(Outgoing::Buffer(lent), len, waker);
+        self.poll_written(lend, ticket, waker, caller)
     }
 
-    pub(crate) fn push(&mut self, driver: &Waker) {
+    pub(crate) fn push(&mut self, waker: &Waker) {
         if !self.send_held_now() {
-            self.progress(driver);
+            self.progress(waker);
         }
     }
 
@@ -161,13 +161,14 @@ impl ConnectionState {
         &mut self,
         write: impl FnMut(&mut Self) -> Attempt<T>,
         ticket: &mut Option<Ticket>,
-        driver: &Waker,
+        waker: &Waker,
         caller: &mut Caller<'_>,
     ) -> Poll<Result<T, MessageError>> {
-        let written = self.poll_unblocked(write, ticket, driver, caller);
+        let written = self.poll_unblocked(write, ticket, waker, caller);
         if written.is_ready() && !self.outbox.held.is_empty() {
-            // Registers the driver with the last frame, and takes credits that have arrived.
-            self.progress(driver);
+            // Registers the connection's waker with the last frame, and takes credits that have
+            // arrived.
+            self.progress(waker);
         }
         written
     }
@@ -299,17 +300,17 @@ impl ConnectionState {
     }
 
     /// Sends `message` after the held bytes.
-    fn send_whole(&mut self, message: Outgoing<'_>, len: usize, driver: &Waker) -> Attempt<usize> {
+    fn send_whole(&mut self, message: Outgoing<'_>, len: usize, waker: &Waker) -> Attempt<usize> {
         self.protocol.phase().check_open()?;
         if !self.send_held_now() {
             return Ok(Err(Blocked::Held));
         }
         self.protocol.sending.note_full(0, false);
-        Ok(self.attempt_send(message, driver)?.map(|()| len))
+        Ok(self.attempt_send(message, waker)?.map(|()| len))
     }
 
-    pub(crate) fn set_nodelay(&mut self, nodelay: bool, driver: &Waker) {
+    pub(crate) fn set_nodelay(&mut self, nodelay: bool, waker: &Waker) {
         self.stream.nodelay = nodelay;
-        self.progress(driver);
+        self.progress(waker);
     }
 }

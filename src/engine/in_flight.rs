@@ -88,8 +88,7 @@ impl<B: Send + 'static> InFlight<B> {
         };
         if claim.is_new() {
             return match Drainer::poll_new(claim.queue(), &claim, context, &extract) {
-                Poll::Ready(Some(extracted)) => end(claim, Some(extracted)),
-                Poll::Ready(None) => end(claim, None),
+                Poll::Ready(extracted) => end(claim, extracted),
                 Poll::Pending => Poll::Pending,
             };
         }

@@ -46,8 +46,9 @@ const TRACED: u16 = 16;
 const SPUN: u16 = 32;
 /// A thread polls the completion queue, so futures do not contend for its lock.
 const POLLED: u16 = 64;
-const SOLICITED: u16 = 256;
+/// A part of the batch has failed.
 const FAILED: u16 = 128;
+const SOLICITED: u16 = 256;
 /// The work queue may have a completion waker.
 const NOTIFIES: u16 = 512;
 

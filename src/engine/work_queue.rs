@@ -36,6 +36,7 @@ use crate::memory::PdKey;
 use crate::sync::{Mutex, lock};
 use crate::types::{WcOpcode, WcStatus, WorkCompletion, WrId};
 
+/// Bytes of the two reference counts before the value in an `Arc`.
 const COUNTS: usize = 16;
 
 /// Cache lines at [`WorkQueue::address`], which each operation uses.

@@ -1,3 +1,5 @@
+//! Replaces a connection whenever it ends: one task makes each next one.
+//!
 //! Delays and the deadline follow Tokio's clock, which tests can pause. The timeout of an attempt
 //! follows `clock`, because devices and peers do not pause.
 
@@ -86,7 +88,7 @@ use crate::verbs::Device;
 /// | memory or entries of a queue missing | yes |
 /// | invalid or unsupported settings, no runtime | no |
 /// | another protocol, version or content | no |
-/// | rejected by the peer's service, or by another program with data | no |
+/// | rejected by the peer's application, or by another program with data | no |
 /// | device removed | by [`with_device`](Self::with_device) only |
 ///
 /// [`EstablishError::is_temporary`] decides this, unless [`ReconnectPolicy::retry_when`] replaces
@@ -242,7 +244,7 @@ impl Reconnect {
         C: FnMut() -> F + Send + 'static,
         F: Future<Output = Result<Connection, EstablishError>> + Send + 'static,
     {
-        Self::start(policy, Connector::by_service(move || connector().boxed()))
+        Self::start(policy, Connector::by_function(move || connector().boxed()))
     }
 
     fn start(policy: ReconnectPolicy, connector: Connector) -> Result<Self, NoRuntime> {
@@ -435,7 +437,7 @@ impl Drop for Supervisor {
 
 impl Supervisor {
     async fn run(mut self) {
-        // The connector and the policy are functions of the service. Their panic must reach the
+        // The connector and the policy call functions of the program. Their panic must reach the
         // callers that wait for a connection, not only the task that makes it.
         let error = match AssertUnwindSafe(self.connect_until_failure()).catch_unwind().await {
             Ok(error) => error,

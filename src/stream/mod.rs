@@ -299,7 +299,7 @@ impl RdmaStream {
 
     /// Disables the combination of short writes, like `TCP_NODELAY`.
     pub fn set_nodelay(&self, nodelay: bool) -> io::Result<()> {
-        self.handle().shared.with(|state, driver| state.set_nodelay(nodelay, driver));
+        self.handle().shared.with(|state, waker| state.set_nodelay(nodelay, waker));
         Ok(())
     }
 

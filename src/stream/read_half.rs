@@ -171,7 +171,7 @@ impl OwnedReadHalf {
             }
             let shared = &self.handle.shared;
             let polled =
-                shared.poll(context, |state, driver, caller| state.poll_read_ready(driver, caller));
+                shared.poll(context, |state, waker, caller| state.poll_read_ready(waker, caller));
             match polled {
                 // As in `poll_readable`.
                 Poll::Pending if self.has_chunk() => Poll::Ready(()),
@@ -273,7 +273,7 @@ impl OwnedReadHalf {
             return Err(io::ErrorKind::WouldBlock.into());
         };
         if slot.chunk.is_none() {
-            match self.handle.shared.with(|state, driver| state.try_read(driver)) {
+            match self.handle.shared.with(|state, waker| state.try_read(waker)) {
                 Poll::Pending => return Err(io::ErrorKind::WouldBlock.into()),
                 Poll::Ready(next) => slot.chunk = next.map_err(io_error)?.map(|next| (next, 0)),
             }
@@ -331,8 +331,8 @@ impl OwnedReadHalf {
     ) -> Poll<io::Result<bool>> {
         let Self { ticket, handle, slot } = self;
         let take =
-            |state: &mut ConnectionState, ticket: &mut _, driver: &_, caller: &mut Caller<'_>| {
-                state.poll_read(&mut into, ticket, driver, caller)
+            |state: &mut ConnectionState, ticket: &mut _, waker: &_, caller: &mut Caller<'_>| {
+                state.poll_read(&mut into, ticket, waker, caller)
             };
         let taken = ready!(handle.shared.poll_receiver(context, ticket, take));
         Poll::Ready(match taken.map_err(io_error)? {

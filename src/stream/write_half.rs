@@ -56,8 +56,8 @@ impl OwnedWriteHalf {
         while !bytes.is_empty() {
             let buffer = Buf::of_bytes(&bytes, self.handle.shared.qp.protection_domain());
             let written = poll_fn(|context| {
-                self.poll(context, |state, ticket, driver, caller| {
-                    state.poll_write_bytes(&bytes, buffer.as_ref(), ticket, driver, caller)
+                self.poll(context, |state, ticket, waker, caller| {
+                    state.poll_write_bytes(&bytes, buffer.as_ref(), ticket, waker, caller)
                 })
             });
             bytes.advance(written.await?);
@@ -77,8 +77,8 @@ impl OwnedWriteHalf {
         let mut buffer = buffer.into();
         while !buffer.is_empty() {
             let written = poll_fn(|context| {
-                self.poll(context, |state, ticket, driver, caller| {
-                    state.poll_write_buffer(&buffer, ticket, driver, caller)
+                self.poll(context, |state, ticket, waker, caller| {
+                    state.poll_write_buffer(&buffer, ticket, waker, caller)
                 })
             });
             let Ok(rest) = buffer.slice(written.await?..) else {
@@ -130,14 +130,14 @@ impl OwnedWriteHalf {
         within_budget(context, |context| {
             self.handle
                 .shared
-                .poll(context, |state, driver, caller| state.poll_writable(ticket, driver, caller))
+                .poll(context, |state, waker, caller| state.poll_writable(ticket, waker, caller))
         })
     }
 
     pub(super) fn poll_write_ready(&self, context: &mut Context<'_>) -> Poll<()> {
         within_budget(context, |context| {
             let shared = &self.handle.shared;
-            shared.poll(context, |state, driver, caller| state.poll_write_ready(driver, caller))
+            shared.poll(context, |state, waker, caller| state.poll_write_ready(waker, caller))
         })
     }
 
@@ -152,7 +152,7 @@ impl OwnedWriteHalf {
 
     /// Writes like [`try_write`](Self::try_write), from several buffers.
     pub fn try_write_vectored(&self, slices: &[IoSlice<'_>]) -> io::Result<usize> {
-        let written = self.handle.shared.with(|state, driver| state.try_write(slices, driver));
+        let written = self.handle.shared.with(|state, waker| state.try_write(slices, waker));
         written.map_err(io_error)?.map_err(|_| io::ErrorKind::WouldBlock.into())
     }
 
@@ -185,7 +185,7 @@ impl OwnedWriteHalf {
         let Self { ticket, handle, .. } = self;
         let result = within_budget(context, |context| {
             let shared = &handle.shared;
-            shared.poll(context, |state, driver, caller| work(state, ticket, driver, caller))
+            shared.poll(context, |state, waker, caller| work(state, ticket, waker, caller))
         });
         result.map_err(io_error)
     }
@@ -209,8 +209,8 @@ impl AsyncWrite for OwnedWriteHalf {
         context: &mut Context<'_>,
         slices: &[IoSlice<'_>],
     ) -> Poll<io::Result<usize>> {
-        self.poll(context, |state, ticket, driver, caller| {
-            state.poll_write(slices, ticket, driver, caller)
+        self.poll(context, |state, ticket, waker, caller| {
+            state.poll_write(slices, ticket, waker, caller)
         })
     }
 
@@ -222,7 +222,7 @@ impl AsyncWrite for OwnedWriteHalf {
     /// credits, they are sent as the peer reads.
     fn poll_flush(self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<io::Result<()>> {
         within_budget(context, |_| {
-            self.handle.shared.with(|state, driver| state.push(driver));
+            self.handle.shared.with(|state, waker| state.push(waker));
             Poll::Ready(Ok(()))
         })
     }
@@ -230,7 +230,7 @@ impl AsyncWrite for OwnedWriteHalf {
     /// Ends this direction after the bytes written, without waiting for the peer. Like `TcpStream`,
     /// it succeeds on a stream that has ended, because reads and writes report the reason.
     fn poll_shutdown(self: Pin<&mut Self>, _: &mut Context<'_>) -> Poll<io::Result<()>> {
-        Poll::Ready(match self.handle.shared.with(|state, driver| state.finish(driver)) {
+        Poll::Ready(match self.handle.shared.with(|state, waker| state.finish(waker)) {
             Ok(()) | Err(MessageError::Closed(_)) => Ok(()),
             Err(error) => Err(io_error(error)),
         })
@@ -243,13 +243,13 @@ impl Drop for OwnedWriteHalf {
         handle.shared.abort_if_runtime_shuts_down();
         // The reading half of a stream is dropped first.
         let is_last = Arc::strong_count(handle) == 1;
-        handle.shared.with(|state, driver| {
+        handle.shared.with(|state, waker| {
             state.withdraw_sender(ticket);
             if is_last && state.stream.linger == Some(Duration::ZERO) {
-                return state.abort(CloseReason::Aborted, driver);
+                return state.abort(CloseReason::Aborted, waker);
             }
             // Without effect on a closed connection.
-            let _ = state.finish(driver);
+            let _ = state.finish(waker);
         });
     }
 }

@@ -28,8 +28,8 @@ impl Connection {
         let Some(message) = pending else { return Poll::Ready(Ok(())) };
         let buffer = handle.as_buffer(message);
         let outgoing = Outgoing::of(message, buffer.as_ref());
-        let result = ready!(handle.shared.poll(context, |state, driver, caller| {
-            state.poll_send(outgoing, sending, driver, caller)
+        let result = ready!(handle.shared.poll(context, |state, waker, caller| {
+            state.poll_send(outgoing, sending, waker, caller)
         }));
         // A message that failed is not retried.
         *pending = None;
@@ -38,9 +38,9 @@ impl Connection {
 
     fn poll_flushed(&mut self, context: &mut Context<'_>) -> Poll<Result<(), MessageError>> {
         let Self { handle, polled: Polled { flush, flushing, .. } } = self;
-        handle.shared.poll(context, |state, driver, caller| {
+        handle.shared.poll(context, |state, waker, caller| {
             flush.renew(state);
-            state.poll_flush(flush, flushing, driver, caller)
+            state.poll_flush(flush, flushing, waker, caller)
         })
     }
 }

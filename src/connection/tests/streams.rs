@@ -363,7 +363,7 @@ fn held_bytes_are_sent_whichever_call_finds_the_last_acknowledgement() {
     run(async {
         let [mut client, mut server] = pair().await;
         client.write_all(&[7]).await.unwrap();
-        client.handle().shared.with(|state, driver| {
+        client.handle().shared.with(|state, waker| {
             let buffer =
                 state.take_send_buffer(state.protocol.framing().frame(), 1).unwrap().unwrap();
             state.outbox.held.push_back(Held::new(buffer, 10));
@@ -373,7 +373,7 @@ fn held_bytes_are_sent_whichever_call_finds_the_last_acknowledgement() {
                 assert!(Instant::now() < limit, "not acknowledged");
                 state.io.qp.drain_completions();
             }
-            state.watch_sends(&mut Context::from_waker(driver)).unwrap();
+            state.watch_sends(&mut Context::from_waker(waker)).unwrap();
         });
         assert_eq!(outstanding(&client).1, 0);
         server.read_exact(&mut [0; 11]).await.unwrap();

@@ -316,7 +316,8 @@ impl Drainer {
         if yields { Poll::Pending } else { Poll::Ready(()) }
     }
 
-    /// Returns true if the task polls again instead of sleeping, which it has done `rounds` times.
+    /// Returns true if the task polls again instead of sleeping. It has polled `rounds` times
+    /// without a result.
     fn may_spin(&self, slot: &Slot<WorkQueue>, rounds: u32) -> bool {
         match &self.mode {
             CompletionMode::Cooperative => self.drivers.load(Ordering::Relaxed) == 0,

@@ -26,7 +26,7 @@ pub(super) struct Connector {
 }
 
 enum Dialer {
-    Service(Box<dyn FnMut() -> Attempt + Send>),
+    Function(Box<dyn FnMut() -> Attempt + Send>),
     Device(DeviceDialer),
 }
 
@@ -38,8 +38,8 @@ struct DeviceDialer {
 }
 
 impl Connector {
-    pub(super) fn by_service(connect: impl FnMut() -> Attempt + Send + 'static) -> Self {
-        Self { dialer: Dialer::Service(Box::new(connect)), changes: None }
+    pub(super) fn by_function(connect: impl FnMut() -> Attempt + Send + 'static) -> Self {
+        Self { dialer: Dialer::Function(Box::new(connect)), changes: None }
     }
 
     /// After a removal, `open` is called again only if it `reopens` the device.
@@ -55,7 +55,7 @@ impl Connector {
 
     pub(super) fn start(&mut self) -> Result<Attempt, Failure> {
         let dialer = match &mut self.dialer {
-            Dialer::Service(connect) => return Ok(connect()),
+            Dialer::Function(connect) => return Ok(connect()),
             Dialer::Device(dialer) => dialer,
         };
         let device = match &dialer.device {
@@ -112,7 +112,7 @@ impl Connector {
 
     /// Must be called before the connection is published, so that no later change is missed.
     pub(super) fn watch(&mut self, connection: &Connection) {
-        if let Dialer::Service(_) = self.dialer {
+        if let Dialer::Function(_) = self.dialer {
             self.changes = PortChanges::new(connection.protection_domain().device());
         }
     }
@@ -127,7 +127,7 @@ impl Connector {
             }
         };
         let (reason, _) = select(pin!(connection.closed()), pin!(probing)).await.factor_first();
-        if let Dialer::Service(_) = self.dialer {
+        if let Dialer::Function(_) = self.dialer {
             // Released, because the program may wait until nothing uses the device.
             self.changes = None;
         }
