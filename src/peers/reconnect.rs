@@ -190,7 +190,8 @@ impl Reconnect {
 
     /// Connects like [`new`](Self::new), on the device that `open` returns, for example `move ||
     /// Device::open(&name)`. `open` is called for the first attempt and after a removal, until it
-    /// succeeds, and may return another device.
+    /// succeeds, and may return another device. It runs in a task of the runtime, which it should
+    /// block no longer than `Device::open` does, some milliseconds.
     ///
     /// Some devices cannot be opened again until everything created from the removed one is
     /// dropped, in particular connections of earlier generations. The configuration must name no

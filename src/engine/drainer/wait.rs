@@ -251,31 +251,30 @@ impl Drainer {
         slot: &Slot<WorkQueue>,
         context: &mut Context<'_>,
     ) -> Poll<()> {
-        let Some(mut state) = try_lock(&self.state) else {
-            return self.wait_for_lock(slot, context);
+        let mut state = match try_lock(&self.state) {
+            Some(state) => state,
+            None if matches!(self.mode, CompletionMode::BusyPoll(_)) => {
+                return self.wait_for_busy_poller(slot, context);
+            }
+            None => lock(&self.state),
         };
         let more = self.drain_batch(&mut state);
         self.wait(state, more, slot, context)
     }
 
+    /// Waits for the busy poller, which holds the lock most of the time and finds the completion.
     #[cold]
-    fn wait_for_lock(
+    fn wait_for_busy_poller(
         self: &Arc<Self>,
         slot: &Slot<WorkQueue>,
         context: &mut Context<'_>,
     ) -> Poll<()> {
-        // The busy poller holds the lock most of the time, and finds the completion.
-        if matches!(self.mode, CompletionMode::BusyPoll(_)) {
-            if self.register(slot, context.waker().clone(), &mut Discarded::default())
-                == Registered::Imminent
-            {
-                wake_to_repoll(context);
-            }
-            return if slot.is_complete() { Poll::Ready(()) } else { Poll::Pending };
+        if self.register(slot, context.waker().clone(), &mut Discarded::default())
+            == Registered::Imminent
+        {
+            wake_to_repoll(context);
         }
-        let mut state = lock(&self.state);
-        let more = self.drain_batch(&mut state);
-        self.wait(state, more, slot, context)
+        if slot.is_complete() { Poll::Ready(()) } else { Poll::Pending }
     }
 
     /// Returns ready if the operation is complete; otherwise waits as the mode requires. `more` if
@@ -462,7 +461,7 @@ mod tests {
     /// Messages that complete while a task replaces its waker all the time.
     const MESSAGES: usize = 100;
 
-    // `wait_for_lock` registers while another thread dispatches completions. One that comes between
+    // `wait_for_busy_poller` registers while another thread dispatches completions. One that comes between
     // the two steps in which a waker replaces another overtakes it. On one core this hardly ever
     // happens, and the test shows nothing.
     #[test]
