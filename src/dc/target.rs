@@ -204,9 +204,11 @@ impl DcTargetBuilder {
     /// - [`SetupError::NoGid`] without an active port or the requested GID.
     /// - [`SetupError::Limit`] if the MTU exceeds the MTU of the port or of the path; this or
     ///   [`SetupError::TooSmall`] for another value of the path out of range.
+    /// - [`SetupError::Verb`] for an invalid [default traffic class](PathConfig::traffic_class), or
+    ///   if the device refuses.
     pub fn build(self) -> Result<DcTarget, SetupError> {
         let Self { pd, srq, access, mtu, rnr_timer, key, source, path } = self;
-        path.check()?;
+        let path = path.resolved()?;
         let device = pd.device();
         let (port, gid) = source.choose(device)?;
         let mtu = path_mtu(mtu, path.limited(port.active_mtu))?;

@@ -1,6 +1,8 @@
 #![forbid(unsafe_code)]
 
-use crate::error::{LimitError, SetupError};
+use std::ffi::OsStr;
+
+use crate::error::{LimitError, SetupError, VerbError};
 use crate::types::{AddressVector, Mtu};
 
 /// The path of packets to a peer: traffic class, service level, flow label, hop limit and MTU.
@@ -38,9 +40,14 @@ pub struct PathConfig {
 }
 
 impl PathConfig {
-    /// Sets the traffic class of RoCE packets, 0 to 255; default 0. Its upper six bits are the
-    /// DSCP, its lower two are ECN. It is `traffic_class` of `ibv_create_ah(3)`, and the type of
-    /// service of `rdma_set_option(3)`.
+    /// Sets the traffic class of RoCE packets, 0 to 255. Its upper six bits are the DSCP, its lower
+    /// two are ECN. It is `traffic_class` of `ibv_create_ah(3)`, and the type of service of
+    /// `rdma_set_option(3)`.
+    ///
+    /// The default is the value of environment variable `TOKIO_RDMA_TRAFFIC_CLASS`, decimal or
+    /// hexadecimal (`104` or `0x68`), which each queue pair and DC target reads when it is built.
+    /// Another value of the variable fails with EINVAL. Without the variable, the default is 0 or,
+    /// for connections by address, what the connection manager selects.
     pub const fn traffic_class(mut self, traffic_class: u8) -> Self {
         self.traffic_class = Some(traffic_class as u16);
         self
@@ -95,6 +102,15 @@ impl PathConfig {
         SetupError::at_least("hop_limit", self.hop_limit.unwrap_or(1).into(), 1)
     }
 
+    /// Returns these settings, checked, with the default traffic class if none is set.
+    pub(crate) fn resolved(mut self) -> Result<Self, SetupError> {
+        self.check()?;
+        if self.traffic_class.is_none() {
+            self.traffic_class = default_traffic_class()?.map(u16::from);
+        }
+        Ok(self)
+    }
+
     /// Returns these settings, and those of `other` for fields that are not set.
     #[cfg(not(loom))]
     pub(crate) fn or(self, other: Self) -> Self {
@@ -122,6 +138,24 @@ impl PathConfig {
         self.max_mtu.map_or(mtu, |max| max.min(mtu))
     }
 }
+
+/// Returns the traffic class of paths that set none, or `None` without environment variable
+/// `TOKIO_RDMA_TRAFFIC_CLASS`.
+pub(crate) fn default_traffic_class() -> Result<Option<u8>, VerbError> {
+    std::env::var_os(TRAFFIC_CLASS).as_deref().map(parse_traffic_class).transpose()
+}
+
+fn parse_traffic_class(text: &OsStr) -> Result<u8, VerbError> {
+    const INVALID: &str = "TOKIO_RDMA_TRAFFIC_CLASS (must be 0 to 255, or 0x0 to 0xff)";
+    let text = text.to_str().unwrap_or_default();
+    let parsed = match text.strip_prefix("0x") {
+        Some(digits) => u8::from_str_radix(digits, 16),
+        None => text.parse(),
+    };
+    parsed.map_err(|_| VerbError::new(INVALID, VerbError::EINVAL))
+}
+
+const TRAFFIC_CLASS: &str = "TOKIO_RDMA_TRAFFIC_CLASS";
 
 #[cfg(test)]
 mod tests {
@@ -165,5 +199,104 @@ mod tests {
         assert_eq!(path.applied(address), AddressVector { traffic_class: 104, ..address });
         assert_eq!(path.limited(Mtu::Mtu1024), Mtu::Mtu512);
         assert_eq!(path.limited(Mtu::Mtu256), Mtu::Mtu256);
+    }
+
+    #[test]
+    fn traffic_class_of_the_environment_is_decimal_or_hexadecimal() {
+        for (text, expected) in [("0", 0), ("104", 104), ("255", 255), ("0x68", 104), ("0xFF", 255)]
+        {
+            assert_eq!(parse_traffic_class(OsStr::new(text)), Ok(expected));
+        }
+        for text in ["", "256", "-1", "0x", "0x100", "68h", " 104", "AF31"] {
+            let refused = parse_traffic_class(OsStr::new(text)).unwrap_err().to_string();
+            let expected = "TOKIO_RDMA_TRAFFIC_CLASS (must be 0 to 255, or 0x0 to 0xff): \
+                            Invalid argument (os error 22)";
+            assert_eq!(refused, expected, "{text:?}");
+        }
+    }
+}
+
+#[cfg(all(test, not(loom), not(miri)))]
+mod environment_tests {
+    use std::process::Command;
+
+    use futures::future::join;
+
+    use super::*;
+    use crate::cm::{ConnectConfig, Listener, resolve};
+    use crate::dc::{DcInitiator, DcTarget};
+    use crate::engine::{CompletionMode, CompletionQueue};
+    use crate::op::{QueuePair, SharedReceiveQueue};
+    use crate::verbs::Device;
+
+    /// Runs the test of this name again in a process with this default, because the environment of
+    /// this process belongs to all tests. Returns false in that process.
+    fn runs_with_default(test: &str, value: &str) -> bool {
+        if std::env::var_os(TRAFFIC_CLASS).is_some_and(|found| found == *value) {
+            return false;
+        }
+        let mut child = Command::new(std::env::current_exe().unwrap());
+        child.args(["--exact", &format!("op::path::environment_tests::{test}")]);
+        let output = child.env(TRAFFIC_CLASS, value).output().unwrap();
+        let text = String::from_utf8_lossy(&output.stdout);
+        assert!(output.status.success() && text.contains("1 passed"), "{text}");
+        true
+    }
+
+    #[test]
+    fn default_traffic_class_applies_to_paths_that_set_none() {
+        if runs_with_default("default_traffic_class_applies_to_paths_that_set_none", "0x68") {
+            return;
+        }
+        let device = Device::software().unwrap();
+        let pd = device.protection_domain().unwrap();
+        let queue = CompletionQueue::new(&device, CompletionMode::Event).unwrap();
+        let builder = QueuePair::builder(&pd, &queue);
+        let class = |qp: &QueuePair| qp.query().unwrap().1.address.unwrap().traffic_class;
+
+        let unset = builder.clone().build().unwrap();
+        let set = builder.clone().path(PathConfig::default().dscp(46)).build().unwrap();
+        unset.connect(&set.endpoint()).unwrap();
+        set.connect(&unset.endpoint()).unwrap();
+        assert_eq!((class(&unset), class(&set)), (104, 184));
+
+        let srq = SharedReceiveQueue::new(&pd, &queue, 1, 1).unwrap();
+        let target = DcTarget::new(&pd, &srq).unwrap();
+        let initiator = DcInitiator::builder(&pd, &queue).build().unwrap();
+        assert_eq!(initiator.peer(&target.address()).unwrap().route().traffic_class, 104);
+        assert_eq!(target.query().unwrap().1.address.unwrap().traffic_class, 104);
+
+        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
+        runtime.block_on(async {
+            let listener = Listener::bind(&device, "127.0.0.1:0").await.unwrap();
+            // The environment does not override the path of a queue pair.
+            let path = PathConfig::default().dscp(46);
+            let accepting = async {
+                let request = listener.accept().await.unwrap();
+                let qp = request.prepare(builder.clone().path(path)).build().unwrap();
+                (request.accept(&qp, &ConnectConfig::default()).await.unwrap(), qp)
+            };
+            let connecting = async {
+                let route = resolve(&device, listener.local_addr()).await.unwrap();
+                let qp = route.prepare(builder.clone()).build().unwrap();
+                (route.connect(&qp, &ConnectConfig::default()).await.unwrap(), qp)
+            };
+            let ((_link, ours), (_peer, theirs)) = join(connecting, accepting).await;
+            assert_eq!((class(&ours), class(&theirs)), (104, 184));
+        });
+    }
+
+    #[test]
+    fn malformed_default_is_refused_where_it_would_apply() {
+        if runs_with_default("malformed_default_is_refused_where_it_would_apply", "AF31") {
+            return;
+        }
+        let device = Device::software().unwrap();
+        let pd = device.protection_domain().unwrap();
+        let queue = CompletionQueue::new(&device, CompletionMode::Event).unwrap();
+        let refused = QueuePair::new(&pd, &queue).unwrap_err();
+        assert_eq!(refused, default_traffic_class().unwrap_err().into());
+        let set = QueuePair::builder(&pd, &queue).path(PathConfig::default().dscp(0));
+        assert!(set.build().is_ok());
     }
 }

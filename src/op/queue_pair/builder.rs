@@ -240,6 +240,8 @@ impl QueuePairBuilder {
     ///
     /// - [`SetupError::Limit`] above a limit of the device, or for `max_recv_wr` with a shared
     ///   receive queue; this or [`SetupError::TooSmall`] for a [`path`](Self::path) out of range;
+    /// - [`SetupError::Verb`] for an invalid [default traffic class](PathConfig::traffic_class), or
+    ///   if the device refuses;
     /// - [`SetupError::CompletionQueueFull`] if a completion queue has too few unreserved entries;
     /// - [`SetupError::Foreign`] for queues of another device or protection domain;
     /// - [`SetupError::OtherCompletionQueue`] if [`receive_completions`](Self::receive_completions)
@@ -292,7 +294,7 @@ impl QueuePairBuilder {
                 what: "`path` applies to the transports RC, UC and DC only",
             });
         }
-        path.check()?;
+        let path = path.resolved()?;
         let recv_queue = match (&srq, recv_queue) {
             (None, asked) => {
                 caps.max_recv_wr = receives.unwrap_or(caps.max_recv_wr);
