@@ -118,6 +118,7 @@ pub(crate) fn on_early(device: &Arc<DeviceInner>, from: Gid, packet: &Packet) ->
     let body = Body::Acknowledge(aeth);
     Some(Packet {
         transport: Transport::Rc,
+        pkey: packet.pkey,
         dest,
         psn: packet.psn,
         solicited: false,
@@ -214,6 +215,7 @@ fn flush(state: &mut State, device: &Arc<DeviceInner>, now: u64) -> Vec<Arc<Even
 fn transmit(device: &Arc<DeviceInner>, to: Gid, mad: &[u8; SIZE]) {
     let packet = Packet {
         transport: Transport::Ud,
+        pkey: device.pkeys.first(),
         dest: MANAGEMENT,
         psn: device.next_management_psn(),
         solicited: false,

@@ -14,6 +14,7 @@ use super::mad::SIZE;
 use crate::device::DeviceInner;
 use crate::net::network::Network;
 use crate::roce::packet::{Body, Packet};
+use crate::roce::partition::DEFAULT_PKEY;
 
 impl Network {
     /// Delivers a connection request from `from` to the device at `to`. The answer is lost.
@@ -66,6 +67,7 @@ impl Network {
         let mad = Self::forged_request(from.into(), number, to, private_data);
         let packet = Packet {
             transport: Transport::Ud,
+            pkey: DEFAULT_PKEY,
             dest: Qpn(1),
             psn: Psn::new(number),
             solicited: false,
