@@ -194,6 +194,11 @@ impl fmt::Display for PortReport {
         if attr.lid != 0 {
             line(f, "  LID", attr.lid)?;
         }
+        let used = self.pkeys.iter().filter(|&&pkey| pkey & 0x7fff != 0);
+        let pkeys: Vec<_> = used.map(|pkey| format!("{pkey:#06x}")).collect();
+        if !pkeys.is_empty() {
+            line(f, "  P_Keys", pkeys.join(", "))?;
+        }
         for (place, gid) in self.gids.iter().enumerate() {
             line(f, if place == 0 { "  GIDs, best first" } else { "" }, gid)?;
         }

@@ -600,6 +600,7 @@ fn report_of_this_machine_is_printed() {
         "libibverbs",
         "locked memory",
         "GIDs, best first",
+        "  P_Keys                  0xffff",
         "of dma-bufs  ",
     ] {
         assert!(text.contains(expected), "{text}");

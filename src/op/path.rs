@@ -3,9 +3,11 @@
 use std::ffi::OsStr;
 
 use crate::error::{LimitError, SetupError, VerbError};
-use crate::types::{AddressVector, Mtu};
+use crate::types::{AddressVector, Mtu, PortAttr};
+use crate::verbs::Device;
 
-/// The path of packets to a peer: traffic class, service level, flow label, hop limit and MTU.
+/// The path of packets to a peer: traffic class, service level, flow label, hop limit, MTU and
+/// partition.
 ///
 /// Each field that is not set keeps its default or, for connections by address, the value that the
 /// connection manager selects. Values out of range fail with [`SetupError`] when the queue pair,
@@ -37,6 +39,13 @@ pub struct PathConfig {
     flow_label: Option<u32>,
     hop_limit: Option<u8>,
     max_mtu: Option<Mtu>,
+    partition: Option<Partition>,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Partition {
+    Pkey(u16),
+    Index(u16),
 }
 
 impl PathConfig {
@@ -94,6 +103,56 @@ impl PathConfig {
         self
     }
 
+    /// Sets the partition to that of this P_Key, for example `0x8001`; default the first entry of
+    /// the port's table or, for connections by address, the partition of the route or the request.
+    ///
+    /// The port's [table](Device::pkey_table) decides whether the queue pair is a full member of
+    /// the partition, which is the highest bit of an entry. The highest bit of `pkey` is ignored.
+    /// If the table has both, the queue pair is a full member. Packets are exchanged between queue
+    /// pairs of one partition of which at least one is a full member; others are dropped, and
+    /// [`PortAttr::bad_pkeys`] counts them.
+    ///
+    /// A partition that the table lacks fails with [`SetupError::NoPkey`].
+    pub const fn pkey(mut self, pkey: u16) -> Self {
+        self.partition = Some(Partition::Pkey(pkey));
+        self
+    }
+
+    /// Sets the partition to that of an entry of the port's [table](Device::pkey_table), like
+    /// [`pkey`](Self::pkey), which it replaces. It is `pkey_index` of `ibv_modify_qp(3)`. An index
+    /// beyond the table fails with [`SetupError::Limit`].
+    pub const fn pkey_index(mut self, index: u16) -> Self {
+        self.partition = Some(Partition::Index(index));
+        self
+    }
+
+    /// Returns the index of the partition in the table of `port`, or `None` if none is set.
+    pub(crate) fn partition(
+        &self,
+        device: &Device,
+        port: &PortAttr,
+    ) -> Result<Option<u16>, SetupError> {
+        match self.partition {
+            None => Ok(None),
+            Some(Partition::Index(index)) => {
+                let last = port.pkeys.saturating_sub(1);
+                LimitError::check("pkey_index", index.into(), last.into())?;
+                Ok(Some(index))
+            }
+            Some(Partition::Pkey(asked)) => {
+                let table = device.pkey_table(port.port)?;
+                let port = port.port.0;
+                let found = index_of(asked, &table);
+                found.map(Some).ok_or(SetupError::NoPkey { port, asked, table })
+            }
+        }
+    }
+
+    /// Returns these settings without those that apply to datagrams too.
+    pub(crate) fn without_partition(self) -> Self {
+        Self { partition: None, ..self }
+    }
+
     pub(crate) fn check(&self) -> Result<(), SetupError> {
         let dscp = self.traffic_class.map_or(0, |class| class >> 2);
         LimitError::check("dscp", dscp.into(), 63)?;
@@ -120,6 +179,7 @@ impl PathConfig {
             flow_label: self.flow_label.or(other.flow_label),
             hop_limit: self.hop_limit.or(other.hop_limit),
             max_mtu: self.max_mtu.or(other.max_mtu),
+            partition: self.partition.or(other.partition),
         }
     }
 
@@ -137,6 +197,16 @@ impl PathConfig {
     pub(crate) fn limited(&self, mtu: Mtu) -> Mtu {
         self.max_mtu.map_or(mtu, |max| max.min(mtu))
     }
+}
+
+/// Returns the index of the entry for the partition of `pkey`: a full member if possible.
+fn index_of(pkey: u16, table: &[u16]) -> Option<u16> {
+    const FULL_MEMBER: u16 = 0x8000;
+    let partition = pkey & !FULL_MEMBER;
+    let find = |entry| table.iter().position(|&found| found == entry);
+    // An entry without partition is empty.
+    let found = find(partition | FULL_MEMBER).or_else(|| find(partition));
+    found.filter(|_| partition != 0).and_then(|index| u16::try_from(index).ok())
 }
 
 /// Returns the traffic class of paths that set none, or `None` without environment variable
@@ -181,6 +251,23 @@ mod tests {
         let largest = path.traffic_class(255).service_level(15).flow_label(0xf_ffff).hop_limit(255);
         assert_eq!(largest.check(), Ok(()));
         assert_eq!(path.check(), Ok(()));
+    }
+
+    #[test]
+    fn partition_is_found_by_its_number_and_preferably_as_full_member() {
+        let table = [0xffff, 0, 0x0001, 0x8001, 0x0002, 0x8000];
+        for (pkey, expected) in [
+            (0xffff, Some(0)),
+            (0x7fff, Some(0)),
+            (0x8001, Some(3)),
+            (0x0001, Some(3)),
+            (0x8002, Some(4)),
+            (0x8003, None),
+            (0, None),
+            (0x8000, None),
+        ] {
+            assert_eq!(index_of(pkey, &table), expected, "{pkey:#x}");
+        }
     }
 
     #[test]

@@ -192,7 +192,8 @@ impl QueuePairBuilder {
     }
 
     /// Sets the path of its packets (RC, UC, DC). Datagrams have theirs in the
-    /// [`AddressVector`](crate::types::AddressVector) of each address handle.
+    /// [`AddressVector`](crate::types::AddressVector) of each address handle, except the partition,
+    /// which belongs to the queue pair.
     #[must_use]
     pub fn path(mut self, path: PathConfig) -> Self {
         self.path = path;
@@ -247,6 +248,7 @@ impl QueuePairBuilder {
     /// - [`SetupError::OtherCompletionQueue`] if [`receive_completions`](Self::receive_completions)
     ///   contradicts the shared receive queue;
     /// - [`SetupError::NoGid`] without an active port or the requested GID;
+    /// - [`SetupError::NoPkey`] if the port's table lacks the partition of the path;
     /// - [`SetupError::Unsupported`] for [`Transport::Dci`], and for settings that the transport
     ///   lacks.
     pub fn build(self) -> Result<QueuePair, SetupError> {
@@ -289,9 +291,9 @@ impl QueuePairBuilder {
                 what: "`qkey` applies to the transport UD only",
             });
         }
-        if path != PathConfig::default() && datagram {
+        if path.without_partition() != PathConfig::default() && datagram {
             return Err(SetupError::Unsupported {
-                what: "`path` applies to the transports RC, UC and DC only",
+                what: "`path` applies to the transports RC, UC and DC only, except its partition",
             });
         }
         let path = path.resolved()?;
@@ -319,13 +321,14 @@ impl QueuePairBuilder {
         let (access, qkey) = (access.unwrap_or(Access::REMOTE_ALL), qkey.unwrap_or(Qkey(0)));
         let fixed_gid = matches!(source, Source::From(..) | Source::At(..));
         let (port, gid) = source.choose(device)?;
+        let pkey_index = path.partition(device, &port)?.unwrap_or(0);
         let config = QpConfig { transport, caps };
         let (send_cq, recv_cq) = (send_queue.cq(), recv_queue.cq());
         let srq_verbs = srq.as_ref().map(SharedReceiveQueue::verbs);
         let qp = Qp::numbered(&pd, send_cq, recv_cq, srq_verbs, &config, number)?;
         let (granted, qpn) = (qp.caps(), qp.qpn());
         qp.modify(&QpAttr {
-            pkey_index: Some(0),
+            pkey_index: Some(pkey_index),
             port: Some(port.port),
             access: connected.then_some(access),
             qkey: datagram.then_some(qkey),
@@ -374,6 +377,7 @@ impl QueuePairBuilder {
             fixed_gid,
             lid: port.lid,
             link_layer: port.link_layer,
+            pkey_index,
             path,
             mtu: path.limited(port.active_mtu),
             reads: device.attr().max_qp_rd_atom.min(device.attr().max_qp_init_rd_atom),
