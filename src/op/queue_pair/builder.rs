@@ -50,6 +50,7 @@ pub struct QueuePairBuilder {
     qkey: Option<Qkey>,
     source: Source,
     path: PathConfig,
+    pkey_index: Option<u16>,
     number: Option<Qpn>,
     solicited: bool,
     notifies: bool,
@@ -97,6 +98,7 @@ impl QueuePairBuilder {
             qkey: None,
             source: Source::Any,
             path: PathConfig::default(),
+            pkey_index: None,
             number: None,
             solicited: false,
             notifies: false,
@@ -230,6 +232,12 @@ impl QueuePairBuilder {
         self
     }
 
+    /// Sets the partition for a path without one.
+    pub(crate) fn default_pkey_index(mut self, index: Option<u16>) -> Self {
+        self.pkey_index = index;
+        self
+    }
+
     pub(crate) fn port_and_gid(mut self, source: Source) -> Self {
         self.source = source;
         self
@@ -274,6 +282,7 @@ impl QueuePairBuilder {
             qkey,
             source,
             path,
+            pkey_index,
             number,
             solicited,
             notifies,
@@ -321,7 +330,7 @@ impl QueuePairBuilder {
         let (access, qkey) = (access.unwrap_or(Access::REMOTE_ALL), qkey.unwrap_or(Qkey(0)));
         let fixed_gid = matches!(source, Source::From(..) | Source::At(..));
         let (port, gid) = source.choose(device)?;
-        let pkey_index = path.partition(device, &port)?.unwrap_or(0);
+        let pkey_index = path.partition(device, &port)?.or(pkey_index).unwrap_or(0);
         let config = QpConfig { transport, caps };
         let (send_cq, recv_cq) = (send_queue.cq(), recv_queue.cq());
         let srq_verbs = srq.as_ref().map(SharedReceiveQueue::verbs);

@@ -34,7 +34,7 @@ impl Network {
         let gid = Gid::from(to.ip());
         let mut machine = Machine::new(from, 1, Mtu::Mtu1024, u64::from(number));
         let local = SocketAddr::new(from.to_ip(), 40_000);
-        let route = Destination { gid, local, peer: to, mtu: Mtu::Mtu1024 };
+        let route = Destination { gid, local, peer: to, mtu: Mtu::Mtu1024, pkey: DEFAULT_PKEY };
         let params = CmParams {
             qpn: Qpn(0x100 + number % 0x00f0_0000),
             private_data,

@@ -258,6 +258,10 @@ impl QpInner {
         }
     }
 
+    pub(crate) fn pkey(&self) -> u16 {
+        self.sender.lock().machine.config.pkey
+    }
+
     pub(crate) fn counters(&self) -> (SendCounters, ReceiveCounters) {
         let sent = self.sender.lock().machine.counters;
         (sent, self.receiver.lock().machine.counters)
