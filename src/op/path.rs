@@ -3,11 +3,11 @@
 use std::ffi::OsStr;
 
 use crate::error::{LimitError, SetupError, VerbError};
-use crate::types::{AddressVector, Mtu, PortAttr};
+use crate::types::{AddressVector, Mtu, PortAttr, StaticRate};
 use crate::verbs::Device;
 
-/// The path of packets to a peer: traffic class, service level, flow label, hop limit, MTU and
-/// partition.
+/// The path of packets to a peer: traffic class, service level, flow label, hop limit, rate, MTU
+/// and partition.
 ///
 /// Each field that is not set keeps its default or, for connections by address, the value that the
 /// connection manager selects. Values out of range fail with [`SetupError`] when the queue pair,
@@ -38,6 +38,7 @@ pub struct PathConfig {
     service_level: Option<u8>,
     flow_label: Option<u32>,
     hop_limit: Option<u8>,
+    static_rate: Option<StaticRate>,
     max_mtu: Option<Mtu>,
     partition: Option<Partition>,
 }
@@ -90,6 +91,16 @@ impl PathConfig {
     /// for SoftRoCE.
     pub const fn hop_limit(mut self, hop_limit: u8) -> Self {
         self.hop_limit = Some(hop_limit);
+        self
+    }
+
+    /// Limits the rate at which the device sends to the peer; default the rate of the port. It is
+    /// for a peer or a switch with a slower link, and `static_rate` of `ibv_create_ah(3)`.
+    ///
+    /// A ConnectX without this rate takes a lower one, or none. The software device and SoftRoCE
+    /// ignore it.
+    pub const fn static_rate(mut self, rate: StaticRate) -> Self {
+        self.static_rate = Some(rate);
         self
     }
 
@@ -178,6 +189,7 @@ impl PathConfig {
             service_level: self.service_level.or(other.service_level),
             flow_label: self.flow_label.or(other.flow_label),
             hop_limit: self.hop_limit.or(other.hop_limit),
+            static_rate: self.static_rate.or(other.static_rate),
             max_mtu: self.max_mtu.or(other.max_mtu),
             partition: self.partition.or(other.partition),
         }
@@ -190,6 +202,7 @@ impl PathConfig {
             service_level: self.service_level.unwrap_or(address.service_level),
             flow_label: self.flow_label.unwrap_or(address.flow_label),
             hop_limit: self.hop_limit.unwrap_or(address.hop_limit),
+            static_rate: self.static_rate.unwrap_or(address.static_rate),
             ..address
         }
     }
@@ -277,6 +290,7 @@ mod tests {
             service_level: 2,
             flow_label: 3,
             hop_limit: 4,
+            static_rate: StaticRate::GBPS_25,
             ..AddressVector::new(PortNum(1), 0, Gid::default())
         };
         let path = PathConfig::default();

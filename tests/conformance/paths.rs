@@ -3,7 +3,7 @@
 use tokio_rdma::PathConfig;
 use tokio_rdma::dc::{DcInitiator, DcTarget};
 use tokio_rdma::error::LimitError;
-use tokio_rdma::types::{Mtu, Transport, WcStatus};
+use tokio_rdma::types::{Mtu, StaticRate, Transport, WcStatus};
 use tokio_rdma::{Device, QueuePair, SetupError};
 
 use super::dynamic::{Node, brief_options, setup};
@@ -11,7 +11,8 @@ use crate::common::pair::{Pair, Shape};
 use crate::common::{Setup, Wire, in_every_mode, run, rxe};
 
 fn path() -> PathConfig {
-    PathConfig::default().dscp(26).service_level(3).hop_limit(8).max_mtu(Mtu::Mtu512)
+    let path = PathConfig::default().dscp(26).service_level(3).hop_limit(8);
+    path.max_mtu(Mtu::Mtu512).static_rate(StaticRate::GBPS_25)
 }
 
 in_every_mode! {
@@ -37,6 +38,9 @@ async fn connected_queue_pairs_have_the_path_of_their_settings(mode: &str) {
             }
             if !rxe::known(device, &rxe::NO_SERVICE_LEVEL) {
                 assert_eq!(address.service_level, 3);
+            }
+            if pair.setup.is_software() {
+                assert_eq!(address.static_rate, StaticRate::GBPS_25);
             }
             assert_eq!(attr.path_mtu, Some(Mtu::Mtu512));
         }
