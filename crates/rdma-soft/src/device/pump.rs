@@ -21,7 +21,7 @@ use crate::memory::dma::{Gather, Payload};
 use crate::net::scheduler::{Scheduled, Task};
 use crate::net::udp::Pace;
 use crate::roce::packet::Packet;
-use crate::roce::partition::may_communicate;
+use crate::roce::partition::{are_full_members, may_communicate};
 use crate::roce::requester::{Destination, DirectMessage, Outgoing, Requester, Source};
 use crate::roce::responder::Responder;
 
@@ -169,8 +169,8 @@ impl QpInner {
         let (psn, message) = machine.unqueued(wr, length)?;
         let mut receiver = peer.reached_from(here)?;
         let ReceiverHalf { device: there, machine: responder, .. } = &mut *receiver;
-        let (peer_qpn, pkey) = (responder.config.peer, responder.config.pkey);
-        if peer_qpn != self.qpn() || !may_communicate(machine.config.pkey, pkey) {
+        let connected = responder.config.peer == self.qpn();
+        if !connected || !are_full_members(machine.config.pkey, responder.config.pkey) {
             return None;
         }
         let mut peer_out = ReceiveSide { qp: peer, deferred };

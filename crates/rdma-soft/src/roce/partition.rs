@@ -13,6 +13,13 @@ pub(crate) const fn may_communicate(ours: u16, theirs: u16) -> bool {
     is_same(ours, theirs) && (ours | theirs) & FULL_MEMBER != 0
 }
 
+/// Returns true for full members of one partition, the usual case of the above, which takes fewer
+/// instructions.
+#[inline(always)]
+pub(crate) const fn are_full_members(ours: u16, theirs: u16) -> bool {
+    ours == theirs && ours & FULL_MEMBER != 0
+}
+
 /// Returns the index of the best entry of `table` for packets with `pkey`: a full member if
 /// possible.
 pub(crate) fn find(table: &[u16], pkey: u16) -> Option<u16> {
@@ -49,6 +56,8 @@ mod tests {
             (0x8001, 0xffff, false),
         ] {
             assert_eq!(may_communicate(ours, theirs), expected, "{ours:#x}, {theirs:#x}");
+            let full = expected && ours == theirs;
+            assert_eq!(are_full_members(ours, theirs), full, "{ours:#x}, {theirs:#x}");
         }
     }
 
