@@ -16,7 +16,8 @@ use std::process::ExitCode;
 
 use serde_json::{Value, json};
 use tokio_rdma::doctor::{
-    Capability, CapabilityStatus, DeviceReport, Examination, Finding, Host, PortReport, Report,
+    Capability, CapabilityStatus, DeviceReport, Examination, Finding, Host, KernelPort, PortReport,
+    Report,
 };
 use tokio_rdma::types::{DeviceAttr, RankedGid};
 
@@ -82,6 +83,7 @@ pub(crate) fn report_as_json(report: &Report, works: bool) -> Value {
         "version": env!("CARGO_PKG_VERSION"),
         "works": works,
         "library": report.library.to_string(),
+        "traffic_class": report.traffic_class.as_ref().ok(),
         "host": host(&report.host),
         "devices": report.devices.iter().map(device).collect::<Vec<_>>(),
         "findings": report.findings.iter().map(finding).collect::<Vec<_>>(),
@@ -103,6 +105,7 @@ fn host(host: &Host) -> Value {
             "node": device.node,
             "access": format!("{:?}", device.access),
             "unreachable_gids": device.unreachable_gids,
+            "ports": device.ports.iter().map(kernel_port).collect::<Vec<_>>(),
         })
     });
     json!({
@@ -114,6 +117,15 @@ fn host(host: &Host) -> Value {
         "locked_memory": host.locked_memory.map(|limit| {
             json!({ "current": limit.current, "highest": limit.highest, "exempt": limit.exempt })
         }),
+    })
+}
+
+fn kernel_port(port: &KernelPort) -> Value {
+    json!({
+        "port": port.port,
+        "forced_traffic_class": port.forced_traffic_class,
+        "default_roce_tos": port.default_roce_tos,
+        "default_roce_mode": port.default_roce_mode,
     })
 }
 

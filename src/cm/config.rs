@@ -118,6 +118,14 @@ impl ConnectConfig {
     /// Sets the path of this side's packets. Its fields override those of
     /// [`QueuePairBuilder::path`](crate::op::QueuePairBuilder::path), and both override what the
     /// connection manager selects. The peer's packets have the path of the peer's settings.
+    ///
+    /// The partition is an exception, because both queue pairs must be in the same. The connecting
+    /// queue pair selects it (on a real device, the kernel does), and the request names it. An
+    /// accepting queue pair of a [prepared](super::ConnectionRequest::prepare) builder joins it.
+    /// Another partition fails with [`SetupError::Mismatch`].
+    ///
+    /// A listener whose port lacks the partition rejects the request with
+    /// [`RejectReason::UNSUPPORTED`](crate::types::RejectReason::UNSUPPORTED).
     pub const fn path(mut self, path: PathConfig) -> Self {
         self.path = path;
         self

@@ -175,7 +175,7 @@ async fn resolve_one(
     if route.device != device.name() {
         return Err(ConnectError::OtherDevice { address, device: route.device.into_owned() });
     }
-    let (path, destination) = (Path::find(device, &route)?, route.destination);
+    let (path, destination) = (Path::find(device, endpoint.id(), &route)?, route.destination);
     Ok(Route { endpoint, path, destination, address })
 }
 
@@ -195,7 +195,8 @@ impl Route {
         &self.endpoint.router.device
     }
 
-    /// Sets the builder's port and GID, from this route.
+    /// Sets the builder's port, GID and, if the connection manager selects it, partition, from this
+    /// route. A [path](QueuePairBuilder::path) with another partition is then refused.
     #[must_use]
     pub fn prepare(&self, builder: QueuePairBuilder) -> QueuePairBuilder {
         self.path.prepare(builder)
@@ -253,6 +254,7 @@ impl Route {
         let private_data = config.checked(MAX_REQUEST_DATA)?;
         let misfit = |error| ConnectError::from(error).during(ConnectStep::Prepare, address);
         path.check(&device, queue_pair).map_err(misfit)?;
+        path.join_partition(queue_pair, config).map_err(misfit)?;
         Keepalive::check(config.keepalive, config.retries.timeout, queue_pair).map_err(misfit)?;
         let guard = FailUnlessConnected::new(queue_pair);
         let reads = Reads::of(&device, config)?;

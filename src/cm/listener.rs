@@ -191,7 +191,7 @@ impl Listener {
                 continue;
             };
             let source = route.destination;
-            match Path::find(device, &route) {
+            match Path::find(device, endpoint.id(), &route) {
                 Ok(path) => {
                     let local = endpoint.id().local_addr().unwrap_or(self.address);
                     let address = address.unwrap_or(SocketAddr::new(source.to_ip(), 0));
@@ -487,7 +487,8 @@ impl ConnectionRequest {
         self.peer.initiator_depth
     }
 
-    /// Sets the builder's port and GID to the destination of the request.
+    /// Sets the builder's port and GID to the destination of the request, and its partition to that
+    /// of the request, unless its [path](QueuePairBuilder::path) names one.
     #[must_use]
     pub fn prepare(&self, builder: QueuePairBuilder) -> QueuePairBuilder {
         self.path.prepare(builder).number(self.reserved())
@@ -533,6 +534,7 @@ impl ConnectionRequest {
         let device = endpoint.router.device.clone();
         let misfit = |error| ConnectError::from(error).during(ConnectStep::Prepare, address);
         path.check(&device, queue_pair).map_err(misfit)?;
+        path.join_partition(queue_pair, config).map_err(misfit)?;
         Keepalive::check(config.keepalive, config.retries.timeout, queue_pair).map_err(misfit)?;
         let guard = FailUnlessConnected::new(queue_pair);
         let reads = Reads::of(&device, config)?.agreed(&peer);

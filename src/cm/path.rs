@@ -4,7 +4,7 @@ use std::time::Duration;
 use crate::dispatch::CmId;
 use crate::error::{LimitError, SetupError};
 use crate::op::{self, QueuePair, QueuePairBuilder};
-use crate::types::{GidEntry, PortAttr, PortNum, QpState, TransitionError, Transport};
+use crate::types::{GidEntry, PortAttr, PortNum, QpAttr, QpState, TransitionError, Transport};
 use crate::verbs::{Device, entry_with};
 use rdma_provider::cm_contract::{CmAnswer, CmId as _, CmParams, CmPeer, CmRoute};
 
@@ -16,24 +16,56 @@ pub(super) struct Path {
     pub(super) port: PortNum,
     attr: Arc<PortAttr>,
     pub(super) entry: GidEntry,
+    /// The partition that the connection manager selects, if it does.
+    pkey_index: Option<u16>,
 }
 
 impl Path {
-    pub(super) fn find(device: &Device, route: &CmRoute<'_>) -> Result<Self, ConnectError> {
+    pub(super) fn find(
+        device: &Device,
+        id: &CmId,
+        route: &CmRoute<'_>,
+    ) -> Result<Self, ConnectError> {
         let find = |attr: Arc<PortAttr>| {
             let entry = entry_with(&attr, route.source, route.destination)?;
-            Some(Self { port: route.port, attr, entry })
+            Some(Self { port: route.port, attr, entry, pkey_index: None })
         };
-        if let Some(path) = find(device.known_port(route.port)?) {
-            return Ok(path);
+        let path = match find(device.known_port(route.port)?) {
+            Some(path) => Some(path),
+            // The event of an address added a moment ago may still be on its way.
+            None => find(Arc::new(device.port(route.port)?)),
+        };
+        let mut path = path.ok_or(SetupError::NoGid { port: route.port.0 })?;
+        // Most ports have one partition, and need no system call.
+        if path.attr.pkeys > 1 {
+            path.pkey_index = id.qp_attr(QpState::Init)?.pkey_index;
         }
-        // The event of an address added a moment ago may still be on its way.
-        let path = find(Arc::new(device.port(route.port)?));
-        Ok(path.ok_or(SetupError::NoGid { port: route.port.0 })?)
+        Ok(path)
     }
 
     pub(super) fn prepare(&self, builder: QueuePairBuilder) -> QueuePairBuilder {
-        builder.port_and_gid(op::Source::At(self.attr.clone(), self.entry))
+        let source = op::Source::At(self.attr.clone(), self.entry);
+        builder.port_and_gid(source).default_pkey_index(self.pkey_index)
+    }
+
+    /// Moves the queue pair to the partition of `config` if that names one, and refuses another
+    /// partition than the connection manager's.
+    pub(super) fn join_partition(
+        &self,
+        queue_pair: &QueuePair,
+        config: &ConnectConfig,
+    ) -> Result<(), SetupError> {
+        let device = queue_pair.protection_domain().device();
+        let present = queue_pair.local().pkey_index;
+        let wanted = config.path.partition(device, &self.attr)?.unwrap_or(present);
+        if let Some(selected) = self.pkey_index.filter(|selected| *selected != wanted) {
+            let what = "P_Key indexes of the queue pair and the connection (use prepare)";
+            return Err(SetupError::mismatch(what, wanted, selected));
+        }
+        if wanted == present {
+            return Ok(());
+        }
+        queue_pair.modify(&QpAttr { pkey_index: Some(wanted), ..QpAttr::to_state(QpState::Init) })
     }
 
     pub(super) fn check(&self, device: &Device, queue_pair: &QueuePair) -> Result<(), SetupError> {
@@ -145,11 +177,12 @@ mod tests {
     use futures::future::join;
 
     use super::*;
+    use crate::cm::error::ConnectStep;
     use crate::cm::{CmConnection, Listener, resolve};
     use crate::engine::{CompletionMode, CompletionQueue};
     use crate::op::{PathConfig, RetryConfig};
     use crate::software::Network;
-    use crate::types::{AckTimeout, Mtu, RnrTimer};
+    use crate::types::{AckTimeout, Mtu, RejectReason, RnrTimer};
 
     fn builder() -> (Device, QueuePairBuilder) {
         let device = Device::software_in(&Network::new(), "config").unwrap();
@@ -205,6 +238,92 @@ mod tests {
             let refused = route.connect(&qp, &bad).await.map(drop).unwrap_err();
             assert_eq!(refused, SetupError::at_least("hop_limit", 0, 1).unwrap_err().into());
         });
+    }
+
+    /// Returns a builder on a device with these P_Keys.
+    fn builder_with(network: &Network, name: &str, pkeys: &[u16]) -> (Device, QueuePairBuilder) {
+        let device = Device::software_in(network, name).unwrap();
+        network.control(name).unwrap().set_pkeys(pkeys);
+        let pd = device.protection_domain().unwrap();
+        let queue = CompletionQueue::new(&device, CompletionMode::Event).unwrap();
+        let builder = QueuePair::builder(&pd, &queue);
+        (device, builder)
+    }
+
+    #[test]
+    fn accepting_queue_pair_joins_the_partition_of_the_connecting_one() {
+        let network = Network::new();
+        let (near, connecting) = builder_with(&network, "near", &[0xffff, 0x8001, 0x8002]);
+        let (far, accepting) = builder_with(&network, "far", &[0xffff, 0x8003, 0x0001]);
+        let none = ConnectConfig::default();
+        let path = PathConfig::default();
+        run(async {
+            let address = (far.default_path().unwrap().1.gid.to_ip(), 0);
+            let listener = Listener::bind(&far, address).await.unwrap();
+            let to = listener.local_addr();
+            // Named by the queue pair, or by the settings of the connection.
+            for (builder, config) in [
+                (connecting.clone().path(path.pkey(0x8001)), none.clone()),
+                (connecting.clone(), none.clone().path(path.pkey(0x8001))),
+            ] {
+                let passive = async {
+                    let request = listener.accept().await.unwrap();
+                    let qp = request.prepare(accepting.clone()).build().unwrap();
+                    let link = request.accept(&qp, &none).await.unwrap();
+                    (qp, link)
+                };
+                let active = async {
+                    let route = resolve(&near, to).await.unwrap();
+                    let qp = route.prepare(builder).build().unwrap();
+                    let link = route.connect(&qp, &config).await.unwrap();
+                    (qp, link)
+                };
+                let ((ours, _link), (theirs, _peer)) = join(active, passive).await;
+                let index = |qp: &QueuePair| qp.query().unwrap().1.pkey_index;
+                assert_eq!((index(&ours), index(&theirs)), (Some(1), Some(2)));
+            }
+
+            // The accepting side insists on another partition.
+            let passive = async {
+                let request = listener.accept().await.unwrap();
+                let builder = accepting.clone().path(path.pkey(0x8003));
+                let qp = request.prepare(builder).build().unwrap();
+                request.accept(&qp, &none).await.unwrap_err()
+            };
+            let active = async {
+                let route = resolve(&near, to).await.unwrap();
+                let qp = route.prepare(connecting.clone()).build().unwrap();
+                route.connect(&qp, &none).await.unwrap_err()
+            };
+            let (rejected, refused) = join(active, passive).await;
+            let what = "P_Key indexes of the queue pair and the connection (use prepare)";
+            let expected = ConnectError::from(SetupError::mismatch(what, 1, 0));
+            assert_eq!(refused, expected.during(ConnectStep::Prepare, refused.address().unwrap()));
+            assert_eq!(reason(&rejected), RejectReason::CONSUMER);
+
+            // Its port lacks the partition.
+            let route = resolve(&near, to).await.unwrap();
+            let builder = connecting.clone().path(path.pkey(0x8002));
+            let qp = route.prepare(builder).build().unwrap();
+            let rejected = route.connect(&qp, &none).await.unwrap_err();
+            assert_eq!(reason(&rejected), RejectReason::UNSUPPORTED);
+
+            // This side's port lacks it.
+            let route = resolve(&near, to).await.unwrap();
+            let qp = route.prepare(connecting.clone()).build().unwrap();
+            let config = none.clone().path(path.pkey(0x8003));
+            let refused = route.connect(&qp, &config).await.unwrap_err();
+            let table = vec![0xffff, 0x8001, 0x8002];
+            let missing = SetupError::NoPkey { port: 1, asked: 0x8003, table };
+            assert_eq!(refused, ConnectError::from(missing).during(ConnectStep::Prepare, to));
+        });
+    }
+
+    fn reason(error: &ConnectError) -> RejectReason {
+        match error {
+            ConnectError::Rejected { reason, .. } => *reason,
+            other => panic!("{other}"),
+        }
     }
 
     #[test]

@@ -520,6 +520,38 @@ mod tests {
     }
 
     #[test]
+    fn accepted_connections_join_the_partition_of_the_client() {
+        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
+        runtime.block_on(async {
+            let network = Network::new();
+            let open = |name, pkeys: &[u16]| {
+                let device = Device::software_in(&network, name).unwrap();
+                network.control(name).unwrap().set_pkeys(pkeys);
+                device
+            };
+            let client = open("client", &[0xffff, 0x8001, 0x8002]);
+            let server = open("server", &[0xffff, 0x8003, 0x8001]);
+            let at = (server.default_path().unwrap().1.gid.to_ip(), 0);
+            let listener = Listener::bind(&server, at).await.unwrap();
+            let to = listener.local_addr().unwrap();
+            let with = |pkey| ConnectionConfig::default().path(PathConfig::default().pkey(pkey));
+
+            let ours = with(0x8001);
+            let connecting = Connection::connect_with(&client, to, &ours);
+            let (active, passive) = tokio::try_join!(connecting, listener.accept()).unwrap();
+            let index = |connection: &Connection| connection.qp().query().unwrap().1.pkey_index;
+            assert_eq!((index(&active), index(&passive)), (Some(1), Some(2)));
+            active.send("hello").await.unwrap();
+            assert_eq!(passive.recv().await.unwrap().as_deref(), Some(&b"hello"[..]));
+
+            let refused = Connection::connect_with(&client, to, &with(0x8002)).await.unwrap_err();
+            assert!(refused.to_string().contains("unsupported request"), "{refused}");
+            let refused = Connection::connect_with(&client, to, &with(0x8003)).await.unwrap_err();
+            assert!(refused.to_string().contains("lacks the partition"), "{refused}");
+        });
+    }
+
+    #[test]
     fn path_out_of_range_is_refused_when_binding_and_connecting() {
         run(async |device| {
             let config = ConnectionConfig::default().path(PathConfig::default().dscp(64));

@@ -228,10 +228,10 @@ impl DcInitiator {
             std::thread::yield_now();
         }
         self.qp.modify(&QpAttr::to_state(QpState::Reset))?;
-        let port = self.qp.local().port;
+        let local = self.qp.local();
         self.qp.modify(&QpAttr {
-            pkey_index: Some(0),
-            port: Some(port),
+            pkey_index: Some(local.pkey_index),
+            port: Some(local.port),
             ..QpAttr::to_state(QpState::Init)
         })?;
         self.move_to_rts()

@@ -202,14 +202,18 @@ impl DcTargetBuilder {
     ///   ([`DeviceAttr::dc`](crate::types::DeviceAttr::dc)).
     /// - [`SetupError::Foreign`] if the shared receive queue belongs to another protection domain.
     /// - [`SetupError::NoGid`] without an active port or the requested GID.
+    /// - [`SetupError::NoPkey`] if the port's table lacks the partition of the path.
     /// - [`SetupError::Limit`] if the MTU exceeds the MTU of the port or of the path; this or
     ///   [`SetupError::TooSmall`] for another value of the path out of range.
+    /// - [`SetupError::Verb`] for an invalid [default traffic class](PathConfig::traffic_class), or
+    ///   if the device refuses.
     pub fn build(self) -> Result<DcTarget, SetupError> {
         let Self { pd, srq, access, mtu, rnr_timer, key, source, path } = self;
-        path.check()?;
+        let path = path.resolved()?;
         let device = pd.device();
         let (port, gid) = source.choose(device)?;
         let mtu = path_mtu(mtu, path.limited(port.active_mtu))?;
+        let pkey_index = path.partition(device, &port)?.unwrap_or(0);
         let key = match key {
             Some(key) => key,
             None => DcKey(device.random()?),
@@ -220,7 +224,7 @@ impl DcTargetBuilder {
         let core =
             TargetCore::new(dct, SharedReceives::new(srq.work_queue().clone(), srq.clone()))?;
         let init = QpAttr {
-            pkey_index: Some(0),
+            pkey_index: Some(pkey_index),
             port: Some(port.port),
             access: Some(access),
             ..QpAttr::to_state(QpState::Init)

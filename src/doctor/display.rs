@@ -4,8 +4,8 @@ use std::fmt;
 
 use super::findings::bytes;
 use super::{
-    Capability, CapabilityStatus, Container, DeviceReport, Finding, LibraryState, NodeAccess,
-    PortReport, Report, Severity,
+    Capability, CapabilityStatus, Container, DeviceReport, Finding, KernelPort, LibraryState,
+    NodeAccess, PortReport, Report, Severity,
 };
 use crate::types::{AtomicCapability, DeviceAttr};
 
@@ -45,6 +45,9 @@ impl Report {
                 _ => "cannot be opened",
             };
             line(f, "kernel device", format_args!("{}, {node} {access}", device.name))?;
+            for port in &device.ports {
+                settings(f, port)?;
+            }
         }
         if host.devices.is_empty() {
             line(f, "kernel device", "none")?;
@@ -61,6 +64,15 @@ impl Report {
                 Container::Other => "Docker, Podman or similar",
             };
             line(f, "container", kind)?;
+        }
+        match &self.traffic_class {
+            Ok(Some(class)) => line(
+                f,
+                "traffic class",
+                format_args!("{class} (DSCP {}), from TOKIO_RDMA_TRAFFIC_CLASS", class >> 2),
+            )?,
+            Ok(None) => line(f, "traffic class", "0 (DSCP 0), unless paths set another")?,
+            Err(error) => line(f, "traffic class", error)?,
         }
         match &host.locked_memory {
             Some(limit) if limit.current.is_none() => line(f, "locked memory", "no limit"),
@@ -80,6 +92,21 @@ impl Report {
             None => line(f, "locked memory", "unknown"),
         }
     }
+}
+
+fn settings(f: &mut fmt::Formatter<'_>, settings: &KernelPort) -> fmt::Result {
+    let name = format!("  port {}", settings.port);
+    if let Some(class) = &settings.forced_traffic_class {
+        line(f, &name, format_args!("sends traffic class: {class}"))?;
+    }
+    if let Some(class) = settings.default_roce_tos {
+        let dscp = class >> 2;
+        line(f, &name, format_args!("rdma_cm selects traffic class {class} (DSCP {dscp})"))?;
+    }
+    if let Some(mode) = &settings.default_roce_mode {
+        line(f, &name, format_args!("rdma_cm selects {mode}"))?;
+    }
+    Ok(())
 }
 
 fn line(f: &mut fmt::Formatter<'_>, name: &str, value: impl fmt::Display) -> fmt::Result {
@@ -166,6 +193,11 @@ impl fmt::Display for PortReport {
         )?;
         if attr.lid != 0 {
             line(f, "  LID", attr.lid)?;
+        }
+        let used = self.pkeys.iter().filter(|&&pkey| pkey & 0x7fff != 0);
+        let pkeys: Vec<_> = used.map(|pkey| format!("{pkey:#06x}")).collect();
+        if !pkeys.is_empty() {
+            line(f, "  P_Keys", pkeys.join(", "))?;
         }
         for (place, gid) in self.gids.iter().enumerate() {
             line(f, if place == 0 { "  GIDs, best first" } else { "" }, gid)?;

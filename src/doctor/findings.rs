@@ -224,6 +224,19 @@ fn device_findings(device: &DeviceReport, host: &Host, found: &mut Vec<Finding>)
             found.push(note(format!("{name}: no {}", capability.name), instead(capability.name)));
         }
     }
+    let kernel = host.devices.iter().find(|known| known.name == *name);
+    for settings in kernel.into_iter().flat_map(|kernel| &kernel.ports) {
+        if let Some(class) = &settings.forced_traffic_class {
+            let port = settings.port;
+            found.push(note(
+                format!("{name} port {port}: the adapter sends one traffic class ({class})"),
+                format!(
+                    "it replaces those of paths; \
+                     /sys/class/infiniband/{name}/tc/{port}/traffic_class changes it"
+                ),
+            ));
+        }
+    }
     if let Some(unreachable) =
         host.devices.iter().find(|known| known.name == *name && known.unreachable_gids > 0)
     {
@@ -256,6 +269,8 @@ fn failed(device: &DeviceReport, capability: &str, error: &str, host: &Host) -> 
     let limit = host.locked_memory.as_ref().and_then(super::LockLimit::effective);
     let advice = if error.contains("allocate memory") && limit.is_some() {
         format!("most likely the limit of locked memory: {}", raise_limit(host))
+    } else if error.contains("TOKIO_RDMA_TRAFFIC_CLASS") {
+        "set TOKIO_RDMA_TRAFFIC_CLASS to a number from 0 to 255, or unset it".to_owned()
     } else if error.contains("no completion within") {
         "packets from the device to itself are lost: check the state of its port and GIDs, and \
          firewall rules for UDP port 4791"

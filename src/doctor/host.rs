@@ -53,6 +53,24 @@ pub struct KernelDevice {
     pub access: NodeAccess,
     /// GIDs with an index above 255, which work requests cannot send from.
     pub unreachable_gids: usize,
+    /// Ports for which the administrator has set something.
+    pub ports: Vec<KernelPort>,
+}
+
+/// Settings of the administrator for a port. Each is `None` if it is not set, or if the kernel does
+/// not show it.
+#[derive(Debug, Clone, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct KernelPort {
+    /// Number of the port.
+    pub port: u8,
+    /// Traffic class that the adapter sends instead of that of queue pairs, as the file
+    /// `tc/<port>/traffic_class` of the device (NVIDIA's driver) shows it.
+    pub forced_traffic_class: Option<String>,
+    /// Traffic class that the kernel's connection manager selects, `default_roce_tos` of configfs.
+    pub default_roce_tos: Option<u8>,
+    /// GID type that the kernel's connection manager selects, `default_roce_mode` of configfs.
+    pub default_roce_mode: Option<String>,
 }
 
 /// Whether a device node can be opened.
@@ -228,9 +246,34 @@ fn devices(root: &Path) -> Vec<KernelDevice> {
             None => NodeAccess::Missing,
         };
         let unreachable_gids = unreachable_gids(&sys.join("infiniband").join(&name));
-        KernelDevice { name, node, access, unreachable_gids }
+        let ports = configured_ports(root, &name);
+        KernelDevice { name, node, access, unreachable_gids, ports }
     };
     names(&sys.join("infiniband")).into_iter().map(device).collect()
+}
+
+fn configured_ports(root: &Path, device: &str) -> Vec<KernelPort> {
+    let sys = root.join("sys/class/infiniband").join(device);
+    // Exists while the administrator has a directory for the device.
+    let cm = root.join("sys/kernel/config/rdma_cm").join(device).join("ports");
+    let mut numbers = names(&sys.join("tc"));
+    numbers.extend(names(&cm));
+    let mut numbers: Vec<u8> = numbers.iter().filter_map(|name| name.parse().ok()).collect();
+    numbers.sort_unstable();
+    numbers.dedup();
+    let set = |path: &Path| text(path).filter(|text| !text.is_empty());
+    let port = |port: u8| {
+        let number = port.to_string();
+        let (tc, cm) = (sys.join("tc").join(&number), cm.join(&number));
+        KernelPort {
+            port,
+            forced_traffic_class: set(&tc.join("traffic_class"))
+                .map(|text| text.lines().collect::<Vec<_>>().join(", ")),
+            default_roce_tos: set(&cm.join("default_roce_tos")).and_then(|text| text.parse().ok()),
+            default_roce_mode: set(&cm.join("default_roce_mode")),
+        }
+    };
+    numbers.into_iter().map(port).collect()
 }
 
 /// Opens and closes the node as libibverbs does.

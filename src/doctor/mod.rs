@@ -21,10 +21,10 @@ mod trial;
 use std::path::Path;
 use std::time::Duration;
 
-pub use host::{Container, Host, KernelDevice, LockLimit, NodeAccess, PciFunction};
+pub use host::{Container, Host, KernelDevice, KernelPort, LockLimit, NodeAccess, PciFunction};
 
-#[cfg(feature = "ibverbs")]
 use crate::error::VerbError;
+use crate::op::default_traffic_class;
 use crate::types::{DeviceAttr, PortAttr, RankedGid};
 use crate::verbs::Device;
 
@@ -100,7 +100,8 @@ impl Examination {
             .into_iter()
             .filter(|name| self.device.as_ref().is_none_or(|only| only == name));
         let devices = names.map(|name| trial::examine(&name, self.deadline)).collect();
-        let mut report = Report { host, library, devices, findings: Vec::new() };
+        let traffic_class = default_traffic_class();
+        let mut report = Report { host, library, traffic_class, devices, findings: Vec::new() };
         report.findings = findings::of(&report, self);
         report
     }
@@ -144,6 +145,9 @@ pub struct Report {
     pub host: Host,
     /// State of libibverbs.
     pub library: LibraryState,
+    /// Value of environment variable `TOKIO_RDMA_TRAFFIC_CLASS`, the default of
+    /// [`PathConfig::traffic_class`](crate::PathConfig::traffic_class); `None` if it is not set.
+    pub traffic_class: Result<Option<u8>, VerbError>,
     /// Devices that [`Device::open`] accepts, or the requested one.
     pub devices: Vec<DeviceReport>,
     /// Conclusions, worst first.

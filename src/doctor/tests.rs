@@ -96,7 +96,8 @@ impl Machine {
         asked: &Examination,
     ) -> Report {
         let host = Host::with_addresses(&self.root, &HashMap::new());
-        let mut report = Report { host, library, devices, findings: Vec::new() };
+        let traffic_class = Ok(None);
+        let mut report = Report { host, library, traffic_class, devices, findings: Vec::new() };
         report.findings = findings::of(&report, asked);
         report
     }
@@ -359,6 +360,38 @@ fn gids_above_index_255_are_counted() {
     contains(&found, Note, "1 GIDs have an index beyond 255", "");
 }
 
+#[test]
+fn traffic_classes_of_environment_and_administrator_are_printed() {
+    let cm = "sys/kernel/config/rdma_cm/mlx5_0/ports/1";
+    let forced = "sys/class/infiniband/mlx5_0/tc/1/traffic_class";
+    let printed = |machine: &Machine, class| {
+        let mut report = machine.report(listed(), vec![device(&[])], &Examination::new());
+        report.traffic_class = class;
+        (report.to_string(), report.findings)
+    };
+    let unset = Machine::new().node().file(forced, "");
+    let (text, found) = printed(&unset, Ok(None));
+    assert!(text.contains("  traffic class             0 (DSCP 0), unless paths set"), "{text}");
+    assert!(!text.contains("  port 1"), "{text}");
+    assert_eq!(found, []);
+
+    let machine = Machine::new()
+        .node()
+        .file(forced, "Global tc=106")
+        .file(&format!("{cm}/default_roce_tos"), "104")
+        .file(&format!("{cm}/default_roce_mode"), "RoCE v2");
+    let (text, found) = printed(&machine, Ok(Some(104)));
+    for expected in [
+        "traffic class             104 (DSCP 26), from TOKIO_RDMA_TRAFFIC_CLASS",
+        "    port 1                  sends traffic class: Global tc=106",
+        "    port 1                  rdma_cm selects traffic class 104 (DSCP 26)",
+        "    port 1                  rdma_cm selects RoCE v2",
+    ] {
+        assert!(text.contains(expected), "{text}");
+    }
+    only(&found, Note, "mlx5_0 port 1: the adapter sends one traffic class", "tc/1/traffic_class");
+}
+
 // Open devices.
 
 fn device(ports: &[PortReport]) -> DeviceReport {
@@ -506,6 +539,10 @@ fn failures_and_missing_capabilities_come_with_advice() {
     let failed = |error: &str| CapabilityStatus::Failed(error.to_owned());
     broken.capabilities = vec![capability(trial::WRITE, failed("no completion within 2s"))];
     only(&with(broken.clone(), interface.clone()), Problem, "awaited WRITE failed", "firewall");
+    let class = "TOKIO_RDMA_TRAFFIC_CLASS (must be 0 to 255, or 0x0 to 0xff): Invalid argument";
+    broken.capabilities = vec![capability(trial::WRITE, failed(class))];
+    let found = with(broken.clone(), interface.clone());
+    only(&found, Problem, "awaited WRITE failed", "set TOKIO_RDMA_TRAFFIC_CLASS to");
     broken.capabilities = [trial::ON_DEMAND, trial::DMA_BUF, trial::ATOMICS]
         .map(|name| capability(name, CapabilityStatus::Absent))
         .to_vec();
@@ -563,6 +600,7 @@ fn report_of_this_machine_is_printed() {
         "libibverbs",
         "locked memory",
         "GIDs, best first",
+        "  P_Keys                  0xffff",
         "of dma-bufs  ",
     ] {
         assert!(text.contains(expected), "{text}");

@@ -234,6 +234,15 @@ pub enum SetupError {
         /// Number of the port.
         port: u8,
     },
+    /// The port's table lacks the partition.
+    NoPkey {
+        /// Number of the port.
+        port: u8,
+        /// The P_Key that was asked for.
+        asked: u16,
+        /// The P_Keys of the port, by index.
+        table: Vec<u16>,
+    },
     /// The device or the kind of object does not support a function or setting.
     Unsupported {
         /// The reason, for example `the device lacks on-demand paging`.
@@ -287,6 +296,19 @@ impl fmt::Display for SetupError {
                 "port {port} is not active or lacks a suitable GID; check its link and the \
                      addresses of its network interface"
             ),
+            Self::NoPkey { port, asked, table } => {
+                write!(f, "port {port} lacks the partition of P_Key {asked:#06x}; its table:")?;
+                let mut entries = table.iter().filter(|&&entry| entry & 0x7fff != 0);
+                match entries.next() {
+                    Some(first) => write!(f, " {first:#06x}")?,
+                    None => f.write_str(" empty")?,
+                }
+                entries.try_for_each(|entry| write!(f, ", {entry:#06x}"))?;
+                f.write_str(
+                    "; ask for one of these, or have the subnet manager add the port to the \
+                     partition (on a software device, DeviceControl::set_pkeys)",
+                )
+            }
             Self::Unsupported { what } => write!(f, "unsupported: {what}"),
             Self::Closed => f.write_str("the object is closed, or its completion queue has failed"),
         }
@@ -331,7 +353,7 @@ impl From<SetupError> for io::Error {
         let kind = match &error {
             SetupError::Verb(verb) => Self::from(*verb).kind(),
             SetupError::Closed => io::ErrorKind::NotConnected,
-            SetupError::NoGid { .. } => io::ErrorKind::AddrNotAvailable,
+            SetupError::NoGid { .. } | SetupError::NoPkey { .. } => io::ErrorKind::AddrNotAvailable,
             SetupError::Unsupported { .. } => io::ErrorKind::Unsupported,
             _ => io::ErrorKind::InvalidInput,
         };

@@ -184,6 +184,10 @@ fn of_all_layers() {
         SetupError::NoGid { .. } => [
             SetupError::NoGid { port: 1 },
         ],
+        SetupError::NoPkey { .. } => [
+            SetupError::NoPkey { port: 1, asked: 0x8002, table: vec![0xffff, 0, 0x8001] },
+            SetupError::NoPkey { port: 1, asked: 0xffff, table: vec![0] },
+        ],
         SetupError::Unsupported { .. } => [
             SetupError::Unsupported { what: "the device lacks on-demand paging" },
         ],

@@ -35,6 +35,7 @@ pub use deadline::{DeadlineError, Revocable, Within};
 pub use lease::{Invalidate, Lease, PendingLease};
 pub use operation::Operation;
 pub use path::PathConfig;
+pub(crate) use path::default_traffic_class;
 pub use post::Destination;
 pub(crate) use posting::operations;
 pub use posting::{Poster, Posting};

@@ -1,9 +1,13 @@
 #![forbid(unsafe_code)]
 
-use crate::error::{LimitError, SetupError};
-use crate::types::{AddressVector, Mtu};
+use std::ffi::OsStr;
 
-/// The path of packets to a peer: traffic class, service level, flow label, hop limit and MTU.
+use crate::error::{LimitError, SetupError, VerbError};
+use crate::types::{AddressVector, Mtu, PortAttr, StaticRate};
+use crate::verbs::Device;
+
+/// The path of packets to a peer: traffic class, service level, flow label, hop limit, rate, MTU
+/// and partition.
 ///
 /// Each field that is not set keeps its default or, for connections by address, the value that the
 /// connection manager selects. Values out of range fail with [`SetupError`] when the queue pair,
@@ -34,13 +38,26 @@ pub struct PathConfig {
     service_level: Option<u8>,
     flow_label: Option<u32>,
     hop_limit: Option<u8>,
+    static_rate: Option<StaticRate>,
     max_mtu: Option<Mtu>,
+    partition: Option<Partition>,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Partition {
+    Pkey(u16),
+    Index(u16),
 }
 
 impl PathConfig {
-    /// Sets the traffic class of RoCE packets, 0 to 255; default 0. Its upper six bits are the
-    /// DSCP, its lower two are ECN. It is `traffic_class` of `ibv_create_ah(3)`, and the type of
-    /// service of `rdma_set_option(3)`.
+    /// Sets the traffic class of RoCE packets, 0 to 255. Its upper six bits are the DSCP, its lower
+    /// two are ECN. It is `traffic_class` of `ibv_create_ah(3)`, and the type of service of
+    /// `rdma_set_option(3)`.
+    ///
+    /// The default is the value of environment variable `TOKIO_RDMA_TRAFFIC_CLASS`, decimal or
+    /// hexadecimal (`104` or `0x68`), which each queue pair and DC target reads when it is built.
+    /// Another value of the variable fails with EINVAL. Without the variable, the default is 0 or,
+    /// for connections by address, what the connection manager selects.
     pub const fn traffic_class(mut self, traffic_class: u8) -> Self {
         self.traffic_class = Some(traffic_class as u16);
         self
@@ -77,6 +94,16 @@ impl PathConfig {
         self
     }
 
+    /// Limits the rate at which the device sends to the peer; default the rate of the port. It is
+    /// for a peer or a switch with a slower link, and `static_rate` of `ibv_create_ah(3)`.
+    ///
+    /// A ConnectX without this rate takes a lower one, or none. The software device and SoftRoCE
+    /// ignore it.
+    pub const fn static_rate(mut self, rate: StaticRate) -> Self {
+        self.static_rate = Some(rate);
+        self
+    }
+
     /// Limits the payload of a packet; default the MTU of the port. It is `path_mtu` of
     /// `ibv_modify_qp(3)`.
     ///
@@ -87,12 +114,71 @@ impl PathConfig {
         self
     }
 
+    /// Sets the partition to that of this P_Key, for example `0x8001`; default the first entry of
+    /// the port's table or, for connections by address, the partition of the route or the request.
+    ///
+    /// The port's [table](Device::pkey_table) decides whether the queue pair is a full member of
+    /// the partition, which is the highest bit of an entry. The highest bit of `pkey` is ignored.
+    /// If the table has both, the queue pair is a full member. Packets are exchanged between queue
+    /// pairs of one partition of which at least one is a full member; others are dropped, and
+    /// [`PortAttr::bad_pkeys`] counts them.
+    ///
+    /// A partition that the table lacks fails with [`SetupError::NoPkey`].
+    pub const fn pkey(mut self, pkey: u16) -> Self {
+        self.partition = Some(Partition::Pkey(pkey));
+        self
+    }
+
+    /// Sets the partition to that of an entry of the port's [table](Device::pkey_table), like
+    /// [`pkey`](Self::pkey), which it replaces. It is `pkey_index` of `ibv_modify_qp(3)`. An index
+    /// beyond the table fails with [`SetupError::Limit`].
+    pub const fn pkey_index(mut self, index: u16) -> Self {
+        self.partition = Some(Partition::Index(index));
+        self
+    }
+
+    /// Returns the index of the partition in the table of `port`, or `None` if none is set.
+    pub(crate) fn partition(
+        &self,
+        device: &Device,
+        port: &PortAttr,
+    ) -> Result<Option<u16>, SetupError> {
+        match self.partition {
+            None => Ok(None),
+            Some(Partition::Index(index)) => {
+                let last = port.pkeys.saturating_sub(1);
+                LimitError::check("pkey_index", index.into(), last.into())?;
+                Ok(Some(index))
+            }
+            Some(Partition::Pkey(asked)) => {
+                let table = device.pkey_table(port.port)?;
+                let port = port.port.0;
+                let found = index_of(asked, &table);
+                found.map(Some).ok_or(SetupError::NoPkey { port, asked, table })
+            }
+        }
+    }
+
+    /// Returns these settings without those that apply to datagrams too.
+    pub(crate) fn without_partition(self) -> Self {
+        Self { partition: None, ..self }
+    }
+
     pub(crate) fn check(&self) -> Result<(), SetupError> {
         let dscp = self.traffic_class.map_or(0, |class| class >> 2);
         LimitError::check("dscp", dscp.into(), 63)?;
         LimitError::check("service_level", self.service_level.unwrap_or(0).into(), 15)?;
         LimitError::check("flow_label", self.flow_label.unwrap_or(0).into(), (1 << 20) - 1)?;
         SetupError::at_least("hop_limit", self.hop_limit.unwrap_or(1).into(), 1)
+    }
+
+    /// Returns these settings, checked, with the default traffic class if none is set.
+    pub(crate) fn resolved(mut self) -> Result<Self, SetupError> {
+        self.check()?;
+        if self.traffic_class.is_none() {
+            self.traffic_class = default_traffic_class()?.map(u16::from);
+        }
+        Ok(self)
     }
 
     /// Returns these settings, and those of `other` for fields that are not set.
@@ -103,7 +189,9 @@ impl PathConfig {
             service_level: self.service_level.or(other.service_level),
             flow_label: self.flow_label.or(other.flow_label),
             hop_limit: self.hop_limit.or(other.hop_limit),
+            static_rate: self.static_rate.or(other.static_rate),
             max_mtu: self.max_mtu.or(other.max_mtu),
+            partition: self.partition.or(other.partition),
         }
     }
 
@@ -114,6 +202,7 @@ impl PathConfig {
             service_level: self.service_level.unwrap_or(address.service_level),
             flow_label: self.flow_label.unwrap_or(address.flow_label),
             hop_limit: self.hop_limit.unwrap_or(address.hop_limit),
+            static_rate: self.static_rate.unwrap_or(address.static_rate),
             ..address
         }
     }
@@ -122,6 +211,34 @@ impl PathConfig {
         self.max_mtu.map_or(mtu, |max| max.min(mtu))
     }
 }
+
+/// Returns the index of the entry for the partition of `pkey`: a full member if possible.
+fn index_of(pkey: u16, table: &[u16]) -> Option<u16> {
+    const FULL_MEMBER: u16 = 0x8000;
+    let partition = pkey & !FULL_MEMBER;
+    let find = |entry| table.iter().position(|&found| found == entry);
+    // An entry without partition is empty.
+    let found = find(partition | FULL_MEMBER).or_else(|| find(partition));
+    found.filter(|_| partition != 0).and_then(|index| u16::try_from(index).ok())
+}
+
+/// Returns the traffic class of paths that set none, or `None` without environment variable
+/// `TOKIO_RDMA_TRAFFIC_CLASS`.
+pub(crate) fn default_traffic_class() -> Result<Option<u8>, VerbError> {
+    std::env::var_os(TRAFFIC_CLASS).as_deref().map(parse_traffic_class).transpose()
+}
+
+fn parse_traffic_class(text: &OsStr) -> Result<u8, VerbError> {
+    const INVALID: &str = "TOKIO_RDMA_TRAFFIC_CLASS (must be 0 to 255, or 0x0 to 0xff)";
+    let text = text.to_str().unwrap_or_default();
+    let parsed = match text.strip_prefix("0x") {
+        Some(digits) => u8::from_str_radix(digits, 16),
+        None => text.parse(),
+    };
+    parsed.map_err(|_| VerbError::new(INVALID, VerbError::EINVAL))
+}
+
+const TRAFFIC_CLASS: &str = "TOKIO_RDMA_TRAFFIC_CLASS";
 
 #[cfg(test)]
 mod tests {
@@ -150,12 +267,30 @@ mod tests {
     }
 
     #[test]
+    fn partition_is_found_by_its_number_and_preferably_as_full_member() {
+        let table = [0xffff, 0, 0x0001, 0x8001, 0x0002, 0x8000];
+        for (pkey, expected) in [
+            (0xffff, Some(0)),
+            (0x7fff, Some(0)),
+            (0x8001, Some(3)),
+            (0x0001, Some(3)),
+            (0x8002, Some(4)),
+            (0x8003, None),
+            (0, None),
+            (0x8000, None),
+        ] {
+            assert_eq!(index_of(pkey, &table), expected, "{pkey:#x}");
+        }
+    }
+
+    #[test]
     fn fields_that_are_not_set_keep_their_values() {
         let address = AddressVector {
             traffic_class: 1,
             service_level: 2,
             flow_label: 3,
             hop_limit: 4,
+            static_rate: StaticRate::GBPS_25,
             ..AddressVector::new(PortNum(1), 0, Gid::default())
         };
         let path = PathConfig::default();
@@ -165,5 +300,104 @@ mod tests {
         assert_eq!(path.applied(address), AddressVector { traffic_class: 104, ..address });
         assert_eq!(path.limited(Mtu::Mtu1024), Mtu::Mtu512);
         assert_eq!(path.limited(Mtu::Mtu256), Mtu::Mtu256);
+    }
+
+    #[test]
+    fn traffic_class_of_the_environment_is_decimal_or_hexadecimal() {
+        for (text, expected) in [("0", 0), ("104", 104), ("255", 255), ("0x68", 104), ("0xFF", 255)]
+        {
+            assert_eq!(parse_traffic_class(OsStr::new(text)), Ok(expected));
+        }
+        for text in ["", "256", "-1", "0x", "0x100", "68h", " 104", "AF31"] {
+            let refused = parse_traffic_class(OsStr::new(text)).unwrap_err().to_string();
+            let expected = "TOKIO_RDMA_TRAFFIC_CLASS (must be 0 to 255, or 0x0 to 0xff): \
+                            Invalid argument (os error 22)";
+            assert_eq!(refused, expected, "{text:?}");
+        }
+    }
+}
+
+#[cfg(all(test, not(loom), not(miri)))]
+mod environment_tests {
+    use std::process::Command;
+
+    use futures::future::join;
+
+    use super::*;
+    use crate::cm::{ConnectConfig, Listener, resolve};
+    use crate::dc::{DcInitiator, DcTarget};
+    use crate::engine::{CompletionMode, CompletionQueue};
+    use crate::op::{QueuePair, SharedReceiveQueue};
+    use crate::verbs::Device;
+
+    /// Runs the test of this name again in a process with this default, because the environment of
+    /// this process belongs to all tests. Returns false in that process.
+    fn runs_with_default(test: &str, value: &str) -> bool {
+        if std::env::var_os(TRAFFIC_CLASS).is_some_and(|found| found == *value) {
+            return false;
+        }
+        let mut child = Command::new(std::env::current_exe().unwrap());
+        child.args(["--exact", &format!("op::path::environment_tests::{test}")]);
+        let output = child.env(TRAFFIC_CLASS, value).output().unwrap();
+        let text = String::from_utf8_lossy(&output.stdout);
+        assert!(output.status.success() && text.contains("1 passed"), "{text}");
+        true
+    }
+
+    #[test]
+    fn default_traffic_class_applies_to_paths_that_set_none() {
+        if runs_with_default("default_traffic_class_applies_to_paths_that_set_none", "0x68") {
+            return;
+        }
+        let device = Device::software().unwrap();
+        let pd = device.protection_domain().unwrap();
+        let queue = CompletionQueue::new(&device, CompletionMode::Event).unwrap();
+        let builder = QueuePair::builder(&pd, &queue);
+        let class = |qp: &QueuePair| qp.query().unwrap().1.address.unwrap().traffic_class;
+
+        let unset = builder.clone().build().unwrap();
+        let set = builder.clone().path(PathConfig::default().dscp(46)).build().unwrap();
+        unset.connect(&set.endpoint()).unwrap();
+        set.connect(&unset.endpoint()).unwrap();
+        assert_eq!((class(&unset), class(&set)), (104, 184));
+
+        let srq = SharedReceiveQueue::new(&pd, &queue, 1, 1).unwrap();
+        let target = DcTarget::new(&pd, &srq).unwrap();
+        let initiator = DcInitiator::builder(&pd, &queue).build().unwrap();
+        assert_eq!(initiator.peer(&target.address()).unwrap().route().traffic_class, 104);
+        assert_eq!(target.query().unwrap().1.address.unwrap().traffic_class, 104);
+
+        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
+        runtime.block_on(async {
+            let listener = Listener::bind(&device, "127.0.0.1:0").await.unwrap();
+            // The environment does not override the path of a queue pair.
+            let path = PathConfig::default().dscp(46);
+            let accepting = async {
+                let request = listener.accept().await.unwrap();
+                let qp = request.prepare(builder.clone().path(path)).build().unwrap();
+                (request.accept(&qp, &ConnectConfig::default()).await.unwrap(), qp)
+            };
+            let connecting = async {
+                let route = resolve(&device, listener.local_addr()).await.unwrap();
+                let qp = route.prepare(builder.clone()).build().unwrap();
+                (route.connect(&qp, &ConnectConfig::default()).await.unwrap(), qp)
+            };
+            let ((_link, ours), (_peer, theirs)) = join(connecting, accepting).await;
+            assert_eq!((class(&ours), class(&theirs)), (104, 184));
+        });
+    }
+
+    #[test]
+    fn malformed_default_is_refused_where_it_would_apply() {
+        if runs_with_default("malformed_default_is_refused_where_it_would_apply", "AF31") {
+            return;
+        }
+        let device = Device::software().unwrap();
+        let pd = device.protection_domain().unwrap();
+        let queue = CompletionQueue::new(&device, CompletionMode::Event).unwrap();
+        let refused = QueuePair::new(&pd, &queue).unwrap_err();
+        assert_eq!(refused, default_traffic_class().unwrap_err().into());
+        let set = QueuePair::builder(&pd, &queue).path(PathConfig::default().dscp(0));
+        assert!(set.build().is_ok());
     }
 }

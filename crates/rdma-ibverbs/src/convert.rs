@@ -9,8 +9,8 @@ use rdma_sys::*;
 
 use rdma_provider::types::{
     Access, AckTimeout, AddressVector, Gid, LinkLayer, Lkey, Mtu, PortNum, PortState, Psn, Qkey,
-    QpAttr, QpAttrMask, QpCaps, QpState, Qpn, RnrTimer, SendFlags, Sge, Transport, WcFlags,
-    WcOpcode, WindowBind, WorkCompletion,
+    QpAttr, QpAttrMask, QpCaps, QpState, Qpn, RnrTimer, SendFlags, Sge, StaticRate, Transport,
+    WcFlags, WcOpcode, WindowBind, WorkCompletion,
 };
 
 // Scatter/gather lists are passed without conversion.
@@ -145,7 +145,7 @@ pub(super) fn address_to(address: &AddressVector) -> ibv_ah_attr {
         dlid: address.dlid,
         sl: address.service_level,
         src_path_bits: 0,
-        static_rate: 0,
+        static_rate: address.static_rate.code(),
         is_global: u8::from(!address.dgid.is_zero() && !within_subnet),
         port_num: address.port.0,
     }
@@ -161,6 +161,7 @@ fn address_from(attr: &ibv_ah_attr) -> AddressVector {
         hop_limit: attr.grh.hop_limit,
         traffic_class: attr.grh.traffic_class,
         flow_label: attr.grh.flow_label,
+        static_rate: StaticRate::from_code(attr.static_rate),
     }
 }
 

@@ -353,6 +353,7 @@ impl contract::Context<Ibverbs> for Context {
         attr.max_msg_size = raw.max_msg_sz;
         attr.lid = raw.lid;
         attr.pkeys = raw.pkey_tbl_len;
+        attr.bad_pkeys = raw.bad_pkey_cntr;
         Ok(attr)
     }
 

@@ -184,6 +184,9 @@ pub trait CmId: Debug + Send + Sync {
     /// route is known; RTR and RTS after [`ConnectResponse`](CmEventKind::ConnectResponse), or
     /// before a connect request is accepted.
     ///
+    /// INIT has the `pkey_index` of the partition that the manager selects, or none if the
+    /// connection takes the partition of its queue pair.
+    ///
     /// RTR and RTS include everything that [`transition`](crate::types::transition()) requires for
     /// RC, with `rq_psn` and `sq_psn` of the handshake. The layer above may replace
     /// `min_rnr_timer`, `timeout`, `retry_count`, `rnr_retry` and, within the negotiated limits,

@@ -14,6 +14,7 @@ use super::dc::{Environment, Header, Outcome, SessionNumber, Target};
 use super::memory::dma::{Gather, Memory, Payload};
 use super::memory::keys::Keys;
 use super::roce::packet::{AtomicOp, Body, Packet, Part, Reth, Tail};
+use super::roce::partition::DEFAULT_PKEY;
 use super::roce::responder::{ReceiveConfig, ReceiveWqe, Receiver, Responder};
 
 /// Registered bytes, and unregistered bytes on either side.
@@ -98,6 +99,7 @@ pub fn requests(bytes: &[u8]) {
         let psn = if head[1] & 1 == 0 { next } else { next.add(u32::from(head[4])).sub(16) };
         let packet = Packet {
             transport,
+            pkey: DEFAULT_PKEY,
             dest: Qpn(2),
             psn,
             solicited: head[1] & 2 != 0,
@@ -173,8 +175,10 @@ pub fn sessions(bytes: &[u8]) {
             session,
             cookie: cookie.wrapping_add(u32::from(lies)),
         };
-        let packet =
-            Packet { ack_request: head[1] & 4 != 0, ..Packet::dc_control(Qpn(2), psn, body) };
+        let packet = Packet {
+            ack_request: head[1] & 4 != 0,
+            ..Packet::dc_control(DEFAULT_PKEY, Qpn(2), psn, body)
+        };
         if psn == *next {
             *next = psn.add(1);
         }
@@ -226,6 +230,7 @@ fn config(transport: Transport, shared: bool) -> ReceiveConfig {
         peer: Qpn(3),
         peer_gid: Gid::default(),
         qkey: Qkey(0),
+        pkey: DEFAULT_PKEY,
         min_rnr_timer: RnrTimer::from_code(1),
         max_dest_rd_atomic: 3,
     }
@@ -312,6 +317,8 @@ impl Receiver for Log {
     }
 
     fn event(&mut self, _: AsyncEvent) {}
+
+    fn count_bad_pkey(&mut self) {}
 
     fn failed(&mut self) {}
 }

@@ -50,6 +50,7 @@ pub struct QueuePairBuilder {
     qkey: Option<Qkey>,
     source: Source,
     path: PathConfig,
+    pkey_index: Option<u16>,
     number: Option<Qpn>,
     solicited: bool,
     notifies: bool,
@@ -97,6 +98,7 @@ impl QueuePairBuilder {
             qkey: None,
             source: Source::Any,
             path: PathConfig::default(),
+            pkey_index: None,
             number: None,
             solicited: false,
             notifies: false,
@@ -192,7 +194,8 @@ impl QueuePairBuilder {
     }
 
     /// Sets the path of its packets (RC, UC, DC). Datagrams have theirs in the
-    /// [`AddressVector`](crate::types::AddressVector) of each address handle.
+    /// [`AddressVector`](crate::types::AddressVector) of each address handle, except the partition,
+    /// which belongs to the queue pair.
     #[must_use]
     pub fn path(mut self, path: PathConfig) -> Self {
         self.path = path;
@@ -229,6 +232,12 @@ impl QueuePairBuilder {
         self
     }
 
+    /// Sets the partition for a path without one.
+    pub(crate) fn default_pkey_index(mut self, index: Option<u16>) -> Self {
+        self.pkey_index = index;
+        self
+    }
+
     pub(crate) fn port_and_gid(mut self, source: Source) -> Self {
         self.source = source;
         self
@@ -240,11 +249,14 @@ impl QueuePairBuilder {
     ///
     /// - [`SetupError::Limit`] above a limit of the device, or for `max_recv_wr` with a shared
     ///   receive queue; this or [`SetupError::TooSmall`] for a [`path`](Self::path) out of range;
+    /// - [`SetupError::Verb`] for an invalid [default traffic class](PathConfig::traffic_class), or
+    ///   if the device refuses;
     /// - [`SetupError::CompletionQueueFull`] if a completion queue has too few unreserved entries;
     /// - [`SetupError::Foreign`] for queues of another device or protection domain;
     /// - [`SetupError::OtherCompletionQueue`] if [`receive_completions`](Self::receive_completions)
     ///   contradicts the shared receive queue;
     /// - [`SetupError::NoGid`] without an active port or the requested GID;
+    /// - [`SetupError::NoPkey`] if the port's table lacks the partition of the path;
     /// - [`SetupError::Unsupported`] for [`Transport::Dci`], and for settings that the transport
     ///   lacks.
     pub fn build(self) -> Result<QueuePair, SetupError> {
@@ -270,6 +282,7 @@ impl QueuePairBuilder {
             qkey,
             source,
             path,
+            pkey_index,
             number,
             solicited,
             notifies,
@@ -287,12 +300,12 @@ impl QueuePairBuilder {
                 what: "`qkey` applies to the transport UD only",
             });
         }
-        if path != PathConfig::default() && datagram {
+        if path.without_partition() != PathConfig::default() && datagram {
             return Err(SetupError::Unsupported {
-                what: "`path` applies to the transports RC, UC and DC only",
+                what: "`path` applies to the transports RC, UC and DC only, except its partition",
             });
         }
-        path.check()?;
+        let path = path.resolved()?;
         let recv_queue = match (&srq, recv_queue) {
             (None, asked) => {
                 caps.max_recv_wr = receives.unwrap_or(caps.max_recv_wr);
@@ -317,13 +330,14 @@ impl QueuePairBuilder {
         let (access, qkey) = (access.unwrap_or(Access::REMOTE_ALL), qkey.unwrap_or(Qkey(0)));
         let fixed_gid = matches!(source, Source::From(..) | Source::At(..));
         let (port, gid) = source.choose(device)?;
+        let pkey_index = path.partition(device, &port)?.or(pkey_index).unwrap_or(0);
         let config = QpConfig { transport, caps };
         let (send_cq, recv_cq) = (send_queue.cq(), recv_queue.cq());
         let srq_verbs = srq.as_ref().map(SharedReceiveQueue::verbs);
         let qp = Qp::numbered(&pd, send_cq, recv_cq, srq_verbs, &config, number)?;
         let (granted, qpn) = (qp.caps(), qp.qpn());
         qp.modify(&QpAttr {
-            pkey_index: Some(0),
+            pkey_index: Some(pkey_index),
             port: Some(port.port),
             access: connected.then_some(access),
             qkey: datagram.then_some(qkey),
@@ -372,6 +386,7 @@ impl QueuePairBuilder {
             fixed_gid,
             lid: port.lid,
             link_layer: port.link_layer,
+            pkey_index,
             path,
             mtu: path.limited(port.active_mtu),
             reads: device.attr().max_qp_rd_atom.min(device.attr().max_qp_init_rd_atom),

@@ -206,6 +206,8 @@ pub struct AddressVector {
     pub traffic_class: u8,
     /// IPv6 flow label, 20 bits.
     pub flow_label: u32,
+    /// Limit of the rate of packets.
+    pub static_rate: StaticRate,
 }
 
 impl AddressVector {
@@ -222,7 +224,51 @@ impl AddressVector {
             hop_limit: 64,
             traffic_class: 0,
             flow_label: 0,
+            static_rate: StaticRate::PORT,
         }
+    }
+}
+
+/// A limit of the rate at which a device sends to a peer: a code of `enum ibv_rate`.
+///
+/// ```
+/// use rdma_provider::types::StaticRate;
+///
+/// // IBV_RATE_600_GBPS.
+/// assert_eq!(StaticRate::from_code(22).code(), 22);
+/// assert_eq!(StaticRate::default(), StaticRate::PORT);
+/// ```
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Hash)]
+pub struct StaticRate(u8);
+
+impl StaticRate {
+    /// The rate of the port: no limit.
+    pub const PORT: Self = Self(0);
+    /// 10 Gbit/s.
+    pub const GBPS_10: Self = Self(3);
+    /// 25 Gbit/s.
+    pub const GBPS_25: Self = Self(15);
+    /// 40 Gbit/s.
+    pub const GBPS_40: Self = Self(7);
+    /// 50 Gbit/s.
+    pub const GBPS_50: Self = Self(20);
+    /// 100 Gbit/s.
+    pub const GBPS_100: Self = Self(16);
+    /// 200 Gbit/s.
+    pub const GBPS_200: Self = Self(17);
+    /// 400 Gbit/s.
+    pub const GBPS_400: Self = Self(21);
+
+    /// Creates the rate of a code, for rates without a name here.
+    #[must_use]
+    pub const fn from_code(code: u8) -> Self {
+        Self(code)
+    }
+
+    /// Returns the code.
+    #[must_use]
+    pub const fn code(self) -> u8 {
+        self.0
     }
 }
 

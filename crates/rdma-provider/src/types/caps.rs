@@ -177,6 +177,9 @@ pub struct PortAttr {
     pub gids: Vec<GidEntry>,
     /// Partition keys of [`Context::pkey_table`](crate::contract::Context::pkey_table).
     pub pkeys: u16,
+    /// Packets that the port dropped because of their partition key, `bad_pkey_cntr` of
+    /// `ibv_query_port(3)`. Some drivers always report 0, as SoftRoCE does.
+    pub bad_pkeys: u32,
 }
 
 impl PortAttr {
@@ -193,6 +196,7 @@ impl PortAttr {
             gids,
             // RoCE has only the default partition.
             pkeys: 1,
+            bad_pkeys: 0,
         }
     }
 }

@@ -17,7 +17,7 @@ mod wc;
 mod wr;
 
 pub use access::Access;
-pub use addr::{AddressVector, Gid, GidEntry, GidKind, LinkLayer, Mtu};
+pub use addr::{AddressVector, Gid, GidEntry, GidKind, LinkLayer, Mtu, StaticRate};
 pub use caps::{
     AtomicCapability, DataPath, DcAttr, DeviceAttr, PortAttr, PortState, QpCaps, SrqCaps,
 };

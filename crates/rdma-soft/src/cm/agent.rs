@@ -7,7 +7,7 @@
 use std::sync::Arc;
 
 use rdma_provider::cm_contract::{CmEvent, CmEventKind};
-use rdma_provider::types::{Gid, Psn, Qkey, Qpn, RnrTimer, Transport};
+use rdma_provider::types::{Gid, Psn, Qkey, Qpn, RejectReason, RnrTimer, Transport};
 
 use super::channel::CmId;
 use super::machine::{Event, Machine, Numbers, Output};
@@ -76,6 +76,20 @@ pub(crate) fn on_datagram(device: &Arc<DeviceInner>, from: Gid, bytes: &[u8]) {
                 "dropped connection request: its source address is not the sender's"
             );
         }
+        Ok(Mad { transaction, message: Message::Req(req) })
+            if device.pkeys.find(req.pkey).is_none() =>
+        {
+            rdma_provider::debug!(
+                device = device.attr().name,
+                %from,
+                pkey = req.pkey,
+                "rejected connection request: the port lacks its partition"
+            );
+            let (remote_id, reason) = (req.local_id, RejectReason::UNSUPPORTED);
+            with(device, |state, now| {
+                state.machine.reject_unacceptable(now, from, transaction, remote_id, reason)
+            });
+        }
         Ok(mad) => with(device, |state, now| {
             state.machine.on_message(now, from, mad, DeviceNumbers(device))
         }),
@@ -118,6 +132,7 @@ pub(crate) fn on_early(device: &Arc<DeviceInner>, from: Gid, packet: &Packet) ->
     let body = Body::Acknowledge(aeth);
     Some(Packet {
         transport: Transport::Rc,
+        pkey: packet.pkey,
         dest,
         psn: packet.psn,
         solicited: false,
@@ -214,6 +229,7 @@ fn flush(state: &mut State, device: &Arc<DeviceInner>, now: u64) -> Vec<Arc<Even
 fn transmit(device: &Arc<DeviceInner>, to: Gid, mad: &[u8; SIZE]) {
     let packet = Packet {
         transport: Transport::Ud,
+        pkey: device.pkeys.first(),
         dest: MANAGEMENT,
         psn: device.next_management_psn(),
         solicited: false,

@@ -20,6 +20,7 @@ use super::machine::Destination;
 use super::manager::Events;
 use super::message::CommId;
 use crate::net::ports::canonical;
+use crate::roce::partition::DEFAULT_PKEY;
 
 /// An event channel, see [`cm_contract::CmChannel`].
 #[derive(Debug)]
@@ -131,6 +132,14 @@ impl CmId {
             ..Known::default()
         };
         Self::new(device, channel, key, known)
+    }
+
+    /// Returns the index of the connection's partition, which the active side chooses.
+    fn pkey_index(&self) -> Option<u16> {
+        let Role::Connection(connection) = self.known.lock().role else { return None };
+        let pkey =
+            agent::with(&self.device, |state, _| Some(state.machine.connection(connection)?.pkey));
+        self.device.pkeys.find(pkey?)
     }
 
     fn raise(&self, kind: CmEventKind<Soft>) {
@@ -344,6 +353,7 @@ impl cm_contract::CmId for CmId {
     fn connect(&self, params: &CmParams<'_>) -> Result<(), VerbError> {
         const VERB: &str = "rdma_connect";
         self.device.check_alive(VERB)?;
+        let pkey = self.device.queue_pair(params.qpn).map_or(DEFAULT_PKEY, |qp| qp.pkey());
         let mut known = self.known.lock();
         let (Role::Routed, Some(gid), Some(mtu), Some(local), Some(peer)) =
             (known.role, known.destination, known.mtu, known.local, known.peer)
@@ -352,7 +362,7 @@ impl cm_contract::CmId for CmId {
         };
         let psn = Psn::new(self.device.network.random()? as u32);
         let connection = agent::with(&self.device, |state, now| {
-            let to = Destination { gid, local, peer, mtu };
+            let to = Destination { gid, local, peer, mtu, pkey };
             let connection = state.machine.connect(now, to, params, psn)?;
             state.add(connection, self.key);
             Ok(connection)
@@ -401,7 +411,7 @@ impl cm_contract::CmId for CmId {
         if state == QpState::Init {
             self.route().ok_or(invalid(VERB))?;
             return Ok(QpAttr {
-                pkey_index: Some(0),
+                pkey_index: self.pkey_index(),
                 port: Some(PORT),
                 access: Some(Access::REMOTE_ALL),
                 ..QpAttr::to_state(QpState::Init)

@@ -82,6 +82,8 @@ pub(super) struct Connection {
     pub(super) retry_count: u8,
     pub(super) rnr_retry: u8,
     pub(super) mtu: Mtu,
+    /// The P_Key of the active side.
+    pub(super) pkey: u16,
     pub(super) traffic: Traffic,
     pub(super) ack_timeout: AckTimeout,
     /// Retransmission timeout of a REP in nanoseconds, and retry limit.
@@ -126,6 +128,7 @@ impl Connection {
             retry_count: req.retry_count,
             rnr_retry: req.rnr_retry,
             mtu: req.mtu,
+            pkey: req.pkey,
             traffic: req.traffic,
             ack_timeout: req.ack_timeout,
             response_timeout,

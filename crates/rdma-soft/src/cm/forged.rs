@@ -14,6 +14,7 @@ use super::mad::SIZE;
 use crate::device::DeviceInner;
 use crate::net::network::Network;
 use crate::roce::packet::{Body, Packet};
+use crate::roce::partition::DEFAULT_PKEY;
 
 impl Network {
     /// Delivers a connection request from `from` to the device at `to`. The answer is lost.
@@ -33,7 +34,7 @@ impl Network {
         let gid = Gid::from(to.ip());
         let mut machine = Machine::new(from, 1, Mtu::Mtu1024, u64::from(number));
         let local = SocketAddr::new(from.to_ip(), 40_000);
-        let route = Destination { gid, local, peer: to, mtu: Mtu::Mtu1024 };
+        let route = Destination { gid, local, peer: to, mtu: Mtu::Mtu1024, pkey: DEFAULT_PKEY };
         let params = CmParams {
             qpn: Qpn(0x100 + number % 0x00f0_0000),
             private_data,
@@ -66,6 +67,7 @@ impl Network {
         let mad = Self::forged_request(from.into(), number, to, private_data);
         let packet = Packet {
             transport: Transport::Ud,
+            pkey: DEFAULT_PKEY,
             dest: Qpn(1),
             psn: Psn::new(number),
             solicited: false,

@@ -108,6 +108,7 @@ pub(super) struct Destination {
     pub(super) local: SocketAddr,
     pub(super) peer: SocketAddr,
     pub(super) mtu: Mtu,
+    pub(super) pkey: u16,
 }
 
 /// The state of all connections. Its tables are trees, because a hash table keeps the memory of its
@@ -217,6 +218,7 @@ impl Machine {
             rnr_retry: params.rnr_retry,
             max_retries: MAX_RETRIES,
             srq: params.srq,
+            pkey: to.pkey,
             local_gid: self.gid,
             remote_gid: to.gid,
             traffic: Traffic::PLAIN,
@@ -245,6 +247,7 @@ impl Machine {
             retry_count: params.retry_count,
             rnr_retry: params.rnr_retry,
             mtu: to.mtu,
+            pkey: to.pkey,
             traffic: Traffic::PLAIN,
             ack_timeout: ACK_TIMEOUT,
             response_timeout: RESPONSE_TIMEOUT.nanoseconds(),

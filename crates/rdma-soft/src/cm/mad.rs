@@ -13,6 +13,7 @@ use super::message::{
     About, CmTimeout, CommId, Drep, Dreq, Mad, Message, Mra, Private, Rej, Rep, Req, Rtu, SidrRep,
     SidrReq, SidrStatus, Traffic,
 };
+use crate::roce::partition::DEFAULT_PKEY;
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum MadError {
@@ -137,8 +138,6 @@ mod at {
     }
 }
 
-/// The default partition key. A limited member's key has the same low 15 bits.
-const PKEY: u16 = 0xffff;
 const NO_LID: u32 = u32::MAX;
 /// The prefix of rdma_cm's service ids for TCP ports.
 const TCP_SERVICE: u64 = 0x0106_0000;
@@ -185,7 +184,7 @@ impl Mad {
             }
             Message::SidrReq(req) => {
                 put(&mut mad, at::sidr::REQUEST_ID, req.request_id.to_be_bytes());
-                put(&mut mad, at::sidr::PKEY, PKEY.to_be_bytes());
+                put(&mut mad, at::sidr::PKEY, DEFAULT_PKEY.to_be_bytes());
                 put(&mut mad, at::sidr::REQ_SERVICE, req.service.to_be_bytes());
                 put_private(&mut mad, at::sidr::REQ_PRIVATE, &req.private_data);
                 attribute::SIDR_REQ
@@ -280,7 +279,7 @@ fn encode_request(req: &Req, mad: &mut Bytes) -> u16 {
     mad[req::REMOTE_TIMEOUT] = req.remote_timeout.0 << 3;
     put_24(mad, req::STARTING_PSN, req.starting_psn.value());
     mad[req::LOCAL_TIMEOUT] = req.local_timeout.0 << 3 | (req.retry_count & 7);
-    put(mad, req::PKEY, PKEY.to_be_bytes());
+    put(mad, req::PKEY, req.pkey.to_be_bytes());
     mad[req::MTU] = (req.mtu as u8) << 4 | (req.rnr_retry & 7);
     mad[req::MAX_RETRIES] = req.max_retries << 4 | u8::from(req.srq) << 3;
     put(mad, req::LIDS, NO_LID.to_be_bytes());
@@ -309,9 +308,6 @@ fn decode_request(mad: &Bytes) -> Result<Req, RejectReason> {
         return Err(RejectReason::INVALID_TRANSPORT);
     }
     let mtu = Mtu::from_code(mad[req::MTU] >> 4).ok_or(RejectReason::INVALID_MTU)?;
-    if u16::from_be_bytes(get(mad, req::PKEY)) | 0x8000 != PKEY {
-        return Err(RejectReason::UNSUPPORTED);
-    }
     let (source, destination) =
         decode_addresses(&get(mad, req::ADDRESSES)).ok_or(RejectReason::UNSUPPORTED)?;
     let flow = get_32(mad, req::FLOW_LABEL);
@@ -331,6 +327,7 @@ fn decode_request(mad: &Bytes) -> Result<Req, RejectReason> {
         rnr_retry: mad[req::MTU] & 7,
         max_retries: mad[req::MAX_RETRIES] >> 4,
         srq: mad[req::MAX_RETRIES] & 8 != 0,
+        pkey: u16::from_be_bytes(get(mad, req::PKEY)),
         local_gid: Gid(get(mad, req::LOCAL_GID)),
         remote_gid: Gid(get(mad, req::REMOTE_GID)),
         traffic: Traffic {

@@ -98,6 +98,8 @@ pub(super) struct Req {
     /// Maximum retransmissions of a REP.
     pub(super) max_retries: u8,
     pub(super) srq: bool,
+    /// The P_Key of the active side's queue pair, in whose partition the passive side's must be.
+    pub(super) pkey: u16,
     pub(super) local_gid: Gid,
     pub(super) remote_gid: Gid,
     pub(super) traffic: Traffic,

@@ -10,6 +10,7 @@ use rdma_provider::types::{DcKey, Gid, QpState, Qpn, Transport};
 use crate::memory::dma::{Gather, Payload};
 use crate::memory::keys::Keys;
 use crate::roce::packet::{Aeth, Body, Nak, Packet, Syndrome};
+use crate::roce::partition::may_communicate;
 use crate::roce::responder::{ReceiveConfig, ReceiveWqe, Receiver, Responder};
 
 use super::header::Header;
@@ -116,6 +117,11 @@ impl Target {
         };
         if self.state != QpState::Rtr {
             self.counters.dropped += 1;
+            return Outcome::Nothing;
+        }
+        if !may_communicate(self.config.pkey, packet.pkey) {
+            self.counters.dropped += 1;
+            out.count_bad_pkey();
             return Outcome::Nothing;
         }
         match packet.body {
@@ -239,7 +245,7 @@ impl Target {
     }
 
     fn answer(&self, packet: &Packet, header: &Header, cookie: u32, body: Body) -> Outcome {
-        let answer = Packet::dc_control(header.source, packet.psn, body);
+        let answer = Packet::dc_control(self.config.pkey, header.source, packet.psn, body);
         Outcome::Answer((
             answer,
             Header { source: self.config.qpn, session: header.session, cookie },

@@ -76,6 +76,10 @@ impl Receiver for TargetSide<'_> {
         );
     }
 
+    fn count_bad_pkey(&mut self) {
+        self.dct.device.pkeys.count_violation();
+    }
+
     fn failed(&mut self) {}
 }
 
@@ -120,7 +124,7 @@ impl DctInner {
             return Err(invalid);
         }
         let valid = attr.port.is_none_or(|port| port == PORT)
-            && attr.pkey_index.is_none_or(|index| index == 0)
+            && attr.pkey_index.is_none_or(|index| self.device.pkeys.at(index).is_some())
             && attr.address.is_none_or(|address| address.port == PORT && address.sgid_index == 0);
         if !valid {
             return Err(invalid);
@@ -133,6 +137,9 @@ impl DctInner {
             state.machine.config.qpn = number;
         }
         let config = &mut state.machine.config;
+        if let Some(pkey) = attr.pkey_index.and_then(|index| self.device.pkeys.at(index)) {
+            config.pkey = pkey;
+        }
         config.access = attr.access.unwrap_or(config.access);
         config.mtu = attr.path_mtu.unwrap_or(config.mtu);
         config.min_rnr_timer = attr.min_rnr_timer.unwrap_or(config.min_rnr_timer);

@@ -25,6 +25,7 @@ mod node;
 mod numbers;
 pub(crate) mod outbox;
 mod pd_numbers;
+mod pkeys;
 pub(crate) mod pump;
 pub(crate) mod queue_pair;
 mod refusals;
@@ -47,6 +48,7 @@ use self::deferred::Deferred;
 use self::events::Events;
 use self::numbers::Numbers;
 use self::pd_numbers::{MAX_PDS, PdNumbers};
+use self::pkeys::Pkeys;
 use self::queue_pair::QpInner;
 use self::refusals::Refusals;
 use super::cm::Manager;
@@ -89,6 +91,7 @@ pub(super) struct DeviceInner {
     /// Alive and port up, as one flag for the hot path.
     linked: AtomicBool,
     pub(super) refusals: Refusals,
+    pub(super) pkeys: Pkeys,
 }
 
 impl fmt::Debug for DeviceInner {
@@ -158,6 +161,7 @@ impl DeviceInner {
             port_up: AtomicBool::new(true),
             linked: AtomicBool::new(true),
             refusals: Refusals::new(),
+            pkeys: Pkeys::new(),
         });
         if let Some(endpoint) = &device.endpoint {
             endpoint.attach(Arc::<Self>::downgrade(&device));

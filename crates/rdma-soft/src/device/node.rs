@@ -79,6 +79,9 @@ impl DeviceInner {
             let Some(qp) = taken else { return agent::answer_early(self, source, packet) };
             let half = qp.on_packet(packet, source, payload);
             answer.defer(qp, half);
+        } else if self.pkeys.find(packet.pkey).is_none() {
+            self.pkeys.count_violation();
+            return false;
         } else if let Body::Datagram { qkey: MANAGEMENT_QKEY, imm: None, .. } = packet.body {
             agent::on_datagram(self, source, payload);
         } else {

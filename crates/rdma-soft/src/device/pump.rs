@@ -21,6 +21,7 @@ use crate::memory::dma::{Gather, Payload};
 use crate::net::scheduler::{Scheduled, Task};
 use crate::net::udp::Pace;
 use crate::roce::packet::Packet;
+use crate::roce::partition::{are_full_members, may_communicate};
 use crate::roce::requester::{Destination, DirectMessage, Outgoing, Requester, Source};
 use crate::roce::responder::Responder;
 
@@ -168,7 +169,8 @@ impl QpInner {
         let (psn, message) = machine.unqueued(wr, length)?;
         let mut receiver = peer.reached_from(here)?;
         let ReceiverHalf { device: there, machine: responder, .. } = &mut *receiver;
-        if responder.config.peer != self.qpn() {
+        let connected = responder.config.peer == self.qpn();
+        if !connected || !are_full_members(machine.config.pkey, responder.config.pkey) {
             return None;
         }
         let mut peer_out = ReceiveSide { qp: peer, deferred };
@@ -250,7 +252,8 @@ impl QpInner {
         let ReceiverHalf { device: there, machine: responder, unconfirmed, .. } = &mut *receiver;
         let here = &self.device;
         // Replies go elsewhere if the peer is connected to another queue pair.
-        let answers = responder.config.peer == self.qpn();
+        let answers = responder.config.peer == self.qpn()
+            && may_communicate(machine.config.pkey, responder.config.pkey);
         let unreliable = self.transport() != Transport::Rc;
         let mut out = SendSide { qp: self, deferred };
         let mut peer_out = ReceiveSide { qp: peer, deferred };

@@ -120,6 +120,10 @@ impl SendCompletions for SendSide<'_> {
     fn random(&mut self) -> Option<u64> {
         self.qp.device.network.random().ok()
     }
+
+    fn count_bad_pkey(&mut self) {
+        self.qp.device.pkeys.count_violation();
+    }
 }
 
 pub(crate) struct ReceiveSide<'a> {
@@ -146,6 +150,10 @@ impl Receiver for ReceiveSide<'_> {
 
     fn event(&mut self, event: AsyncEvent) {
         self.qp.events.raise(event);
+    }
+
+    fn count_bad_pkey(&mut self) {
+        self.qp.device.pkeys.count_violation();
     }
 
     fn failed(&mut self) {
@@ -248,6 +256,10 @@ impl QpInner {
             }
             _ => {}
         }
+    }
+
+    pub(crate) fn pkey(&self) -> u16 {
+        self.sender.lock().machine.config.pkey
     }
 
     pub(crate) fn counters(&self) -> (SendCounters, ReceiveCounters) {

@@ -6,6 +6,7 @@
 pub(crate) mod icrc;
 pub(crate) mod marking;
 pub(crate) mod packet;
+pub(crate) mod partition;
 pub(crate) mod requester;
 pub(crate) mod responder;
 

@@ -188,6 +188,7 @@ pub(crate) struct Packet {
     pub(crate) transport: Transport,
     pub(crate) dest: Qpn,
     pub(crate) psn: Psn,
+    pub(crate) pkey: u16,
     pub(crate) solicited: bool,
     pub(crate) ack_request: bool,
     pub(crate) body: Body,
@@ -204,10 +205,6 @@ pub(crate) enum WireError {
 
 /// Length of the check.
 const CHECK: usize = 4;
-/// Full membership of the default partition, the only one.
-const PKEY: u16 = 0xffff;
-/// Partition key without membership: full members communicate with all (IBTA 10.9.3).
-const PKEY_BASE: u16 = 0x7fff;
 
 /// Appends the check used within the process.
 pub(crate) fn seal(image: &mut Vec<u8>) {
@@ -259,8 +256,9 @@ mod opcode {
 
 impl Packet {
     /// Creates a session packet of DC.
-    pub(crate) const fn dc_control(dest: Qpn, psn: Psn, body: Body) -> Self {
-        Self { transport: Transport::Dci, dest, psn, solicited: false, ack_request: false, body }
+    pub(crate) const fn dc_control(pkey: u16, dest: Qpn, psn: Psn, body: Body) -> Self {
+        let transport = Transport::Dci;
+        Self { transport, pkey, dest, psn, solicited: false, ack_request: false, body }
     }
 
     const fn opcode(&self) -> u8 {
@@ -320,7 +318,7 @@ impl Packet {
         let pad = payload_len.wrapping_neg() & 3;
         out.push(class | self.opcode());
         out.push(u8::from(self.solicited) << 7 | (pad as u8) << 4);
-        out.extend_from_slice(&PKEY.to_be_bytes());
+        out.extend_from_slice(&self.pkey.to_be_bytes());
         out.extend_from_slice(&(self.dest.0 & Qpn::MAX.0).to_be_bytes());
         out.extend_from_slice(
             &(u32::from(self.ack_request) << 31 | self.psn.value()).to_be_bytes(),
@@ -384,7 +382,7 @@ impl Packet {
         let pkey = u16::from_be_bytes(reader.take()?);
         let dest = Qpn(u32::from_be_bytes(reader.take()?) & Qpn::MAX.0);
         let sequence = u32::from_be_bytes(reader.take()?);
-        if flags & 15 != 0 || pkey & PKEY_BASE != PKEY & PKEY_BASE {
+        if flags & 15 != 0 {
             return Err(WireError::Unsupported);
         }
         let transport = match code >> 5 {
@@ -400,6 +398,7 @@ impl Packet {
         let length = payload.len().checked_sub(pad).ok_or(WireError::Truncated)?;
         let packet = Self {
             transport,
+            pkey,
             dest,
             psn: Psn::new(sequence),
             solicited: flags & 0x80 != 0,

@@ -40,6 +40,8 @@ impl Receiver for Side {
 
     fn event(&mut self, _: AsyncEvent) {}
 
+    fn count_bad_pkey(&mut self) {}
+
     fn failed(&mut self) {}
 }
 
@@ -71,6 +73,8 @@ impl SendCompletions for Side {
         self.drawn += 1;
         Some(self.drawn)
     }
+
+    fn count_bad_pkey(&mut self) {}
 }
 
 struct TargetEnd {
@@ -109,6 +113,7 @@ impl TargetEnd {
             peer: Qpn(0),
             peer_gid: Gid::default(),
             qkey: Qkey(0),
+            pkey: DEFAULT_PKEY,
             min_rnr_timer: RnrTimer::from_code(9),
             max_dest_rd_atomic: 2,
         };
@@ -125,8 +130,10 @@ impl TargetEnd {
         body: Body,
         payload: &[u8],
     ) -> (Vec<Body>, u32) {
-        let packet =
-            Packet { ack_request: true, ..Packet::dc_control(NUMBER, FIRST.add(steps), body) };
+        let packet = Packet {
+            ack_request: true,
+            ..Packet::dc_control(DEFAULT_PKEY, NUMBER, FIRST.add(steps), body)
+        };
         let header =
             Header { source: Qpn(from.source), session: from.session, cookie: from.cookie };
         let payload = Payload::Bytes(payload);
@@ -349,7 +356,10 @@ fn removed_sessions_have_no_queued_replies() {
     let mut it = TargetEnd::new();
     let read = Body::ReadRequest(Reth { remote: it.remote(0), length: 512 });
     let ask = |it: &mut TargetEnd, session: KnownSession| {
-        let packet = Packet { ack_request: true, ..Packet::dc_control(NUMBER, FIRST.add(1), read) };
+        let packet = Packet {
+            ack_request: true,
+            ..Packet::dc_control(DEFAULT_PKEY, NUMBER, FIRST.add(1), read)
+        };
         let header = Header {
             source: Qpn(session.source),
             session: session.session,
@@ -404,6 +414,7 @@ impl InitiatorEnd {
             rnr_retry: 1,
             max_rd_atomic: 2,
             qkey: Qkey(0),
+            pkey: DEFAULT_PKEY,
             flow: Flow::MEMORY,
         };
         let (mut machine, mut side) = (Requester::initiator(config, 9), Side::default());

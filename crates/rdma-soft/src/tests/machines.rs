@@ -28,6 +28,7 @@ pub(super) struct Log {
     pub(super) completions: Vec<(u64, WcStatus)>,
     pub(super) events: Vec<AsyncEvent>,
     pub(super) failed: bool,
+    pub(super) bad_pkeys: u32,
 }
 
 impl SendCompletions for Log {
@@ -42,6 +43,10 @@ impl SendCompletions for Log {
     fn random(&mut self) -> Option<u64> {
         None
     }
+
+    fn count_bad_pkey(&mut self) {
+        self.bad_pkeys += 1;
+    }
 }
 
 impl Receiver for Log {
@@ -55,6 +60,10 @@ impl Receiver for Log {
 
     fn event(&mut self, event: AsyncEvent) {
         self.events.push(event);
+    }
+
+    fn count_bad_pkey(&mut self) {
+        self.bad_pkeys += 1;
     }
 
     fn failed(&mut self) {

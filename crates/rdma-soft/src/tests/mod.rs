@@ -12,6 +12,7 @@ mod first_free;
 mod keys;
 mod machines;
 mod pace;
+mod partitions;
 mod post_state;
 mod posting_threads;
 mod queues;
@@ -26,6 +27,7 @@ use std::ptr::NonNull;
 use std::time::{Duration, Instant};
 
 use crate::UdpError;
+use crate::roce::partition::DEFAULT_PKEY;
 use rdma_provider::contract::{
     Context as _, Cq as _, Mr as _, Pd as _, PostError, Qp as _, QpInit,
 };

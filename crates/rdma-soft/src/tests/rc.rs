@@ -158,6 +158,7 @@ fn completed_receive_is_acknowledged_although_its_queue_pair_is_dropped() {
     a.send(1, SendOp::Send, &[]).unwrap();
     let packet = Packet {
         transport: Transport::Rc,
+        pkey: DEFAULT_PKEY,
         dest: b.qp.qpn(),
         psn: Psn::new(options.psn),
         solicited: false,

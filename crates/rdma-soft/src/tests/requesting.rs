@@ -37,6 +37,7 @@ impl Requesting {
             rnr_retry: 1,
             max_rd_atomic,
             qkey: Qkey(0),
+            pkey: DEFAULT_PKEY,
             flow: Flow::MEMORY,
         });
         let mut log = Log::default();
@@ -69,8 +70,13 @@ impl Requesting {
     }
 
     fn respond(&mut self, step: u32, body: Body, payload: &[u8]) {
+        self.respond_in(DEFAULT_PKEY, step, body, payload);
+    }
+
+    fn respond_in(&mut self, pkey: u16, step: u32, body: Body, payload: &[u8]) {
         let packet = Packet {
             transport: Transport::Rc,
+            pkey,
             dest: Qpn(3),
             psn: PSN.add(step),
             solicited: false,
@@ -97,6 +103,19 @@ impl Requesting {
 
 const NONE: SendFlags = SendFlags::empty();
 const FAR: RemoteAddr = RemoteAddr { addr: 0x1000, rkey: Rkey(5) };
+
+#[test]
+fn response_of_another_partition_is_dropped() {
+    let mut it = Requesting::new();
+    it.post(0, SendOp::Send, 8, NONE);
+    assert_eq!(it.steps(), [0]);
+    let ack = Body::Acknowledge(Aeth { syndrome: Syndrome::ACK, msn: 0 });
+    it.respond_in(0x8001, 0, ack, &[]);
+    assert_eq!((it.machine.counters.responses, it.log.bad_pkeys), (0, 1));
+    assert_eq!(it.log.completions, []);
+    it.respond_in(0x7fff, 0, ack, &[]);
+    assert_eq!(it.log.completions, [(0, WcStatus::SUCCESS)]);
+}
 
 #[test]
 fn acknowledgement_covers_all_before_it() {

@@ -32,6 +32,7 @@ impl Responding {
             peer: Qpn(3),
             peer_gid: Gid::default(),
             qkey: Qkey(0),
+            pkey: DEFAULT_PKEY,
             min_rnr_timer: RnrTimer::from_code(9),
             max_dest_rd_atomic,
         });
@@ -65,6 +66,7 @@ impl Responding {
     fn request(&mut self, steps: u32, body: Body, payload: &[u8]) {
         let packet = Packet {
             transport: Transport::Rc,
+            pkey: DEFAULT_PKEY,
             dest: Qpn(2),
             psn: PSN.add(steps),
             solicited: false,
@@ -455,6 +457,7 @@ fn duplicate_invalidation_does_not_end_a_later_binding() {
     let invalidation = Body::Send { part: Part::Only, tail: Tail::Invalidate(key) };
     let packet = |steps, body| Packet {
         transport: Transport::Rc,
+        pkey: DEFAULT_PKEY,
         dest: Qpn(2),
         psn: PSN.add(steps),
         solicited: false,

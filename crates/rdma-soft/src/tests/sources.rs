@@ -11,6 +11,7 @@ fn packet(to: &End, psn: u32, body: Body) -> Packet {
     let psn = Psn::new(psn);
     Packet {
         transport: Transport::Rc,
+        pkey: DEFAULT_PKEY,
         dest: to.qp.qpn(),
         psn,
         solicited: false,

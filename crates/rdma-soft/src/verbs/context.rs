@@ -103,13 +103,15 @@ impl contract::Context<Soft> for Context {
         attr.state = self.device.port_state();
         attr.active_mtu = self.device.mtu;
         attr.max_msg_size = MAX_MESSAGE;
+        // At most as many as `set_pkeys` takes.
+        attr.pkeys = self.device.pkeys.table().len() as u16;
+        attr.bad_pkeys = self.device.pkeys.violations();
         Ok(attr)
     }
 
     fn pkey_table(&self, port: PortNum) -> Result<Vec<u16>, VerbError> {
         self.port(port)?;
-        // The default partition, full member.
-        Ok(vec![0xffff])
+        Ok(self.device.pkeys.table())
     }
 
     fn create_pd(&self) -> Result<Pd, VerbError> {

@@ -13,6 +13,7 @@ use crate::device::DeviceInner;
 use crate::device::dct::{DctInner, State};
 use crate::device::deferred::Deferred;
 use crate::device::events::Events;
+use crate::roce::partition::DEFAULT_PKEY;
 use crate::roce::responder::ReceiveConfig;
 
 pub(crate) fn create(
@@ -36,6 +37,7 @@ pub(crate) fn create(
         peer: Qpn(0),
         peer_gid: Gid::default(),
         qkey: Qkey(0),
+        pkey: DEFAULT_PKEY,
         min_rnr_timer: RnrTimer::from_code(0),
         max_dest_rd_atomic: device.attr().dc.map_or(0, |dc| dc.max_rd_atomic),
     };

@@ -27,6 +27,7 @@ use crate::device::pump::Budget;
 use crate::device::queue_pair::{QpInner, ReceiveSide, ReceiverHalf, Sender, state_of};
 use crate::net::node::PORT;
 use crate::roce::marking::Marking;
+use crate::roce::partition::DEFAULT_PKEY;
 use crate::roce::requester::{Destination, Flow, Requester, SendConfig, SendCounters};
 use crate::roce::responder::{ReceiveConfig, ReceiveCounters, Responder};
 
@@ -85,6 +86,7 @@ pub(crate) fn create(
             rnr_retry: 0,
             max_rd_atomic: 0,
             qkey: Qkey(0),
+            pkey: DEFAULT_PKEY,
             flow: Flow::MEMORY,
         };
         let receive = ReceiveConfig {
@@ -99,6 +101,7 @@ pub(crate) fn create(
             peer: Qpn(0),
             peer_gid: Gid::default(),
             qkey: Qkey(0),
+            pkey: DEFAULT_PKEY,
             min_rnr_timer: RnrTimer::from_code(0),
             max_dest_rd_atomic: 0,
         };

@@ -199,6 +199,7 @@ fn hostile(seed: u64) {
                 rnr_retry: random.u8(..),
                 max_retries: random.u8(..),
                 srq: random.bool(),
+                pkey: random.u16(..),
                 local_gid: A,
                 remote_gid: B,
                 traffic: Traffic { flow_label: random.u32(..), ..Traffic::PLAIN },

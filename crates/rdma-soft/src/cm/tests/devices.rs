@@ -278,7 +278,8 @@ fn request_with_foreign_source_address_leaves_no_state() {
     let request = |source: SocketAddr| {
         let mut machine = Machine::new(from, 1, Mtu::Mtu1024, 0x1111_2222_3333_4444);
         let there = listener.local_addr().unwrap();
-        let route = Destination { gid: to, local: source, peer: there, mtu: Mtu::Mtu1024 };
+        let route =
+            Destination { gid: to, local: source, peer: there, mtu: Mtu::Mtu1024, pkey: 0xffff };
         machine.connect(0, route, &params(0x100, b""), Psn::new(1)).unwrap();
         let (_, mad) = Out::of(&mut machine).sent.remove(0);
         agent::on_datagram(&device, from, &mad.encode());

@@ -150,6 +150,7 @@ impl Pair {
             local: address(1, 40_000),
             peer: address(2, PORT),
             mtu: Mtu::Mtu4096,
+            pkey: 0xffff,
         };
         let params = CmParams { timeout, ..params(qpn, b"request") };
         self.a.connect(self.now, to, &params, Psn::new(0x00aa_aa00)).unwrap()

@@ -699,8 +699,13 @@ fn both_sides_use_the_smaller_path_mtu() {
         let mut pair = Pair::new();
         pair.b = Machine::new(B, 2, port, 5);
         pair.b.listen(LISTENER, address(2, PORT), 8);
-        let to =
-            Destination { gid: B, local: address(1, 40_000), peer: address(2, PORT), mtu: asked };
+        let to = Destination {
+            gid: B,
+            local: address(1, 40_000),
+            peer: address(2, PORT),
+            mtu: asked,
+            pkey: 0xffff,
+        };
         let ours = pair.a.connect(pair.now, to, &params(0x100, b"hello"), Psn::new(1)).unwrap();
         let larger = |mtu: &Mtu| *mtu > port && *mtu <= asked;
         for _ in Mtu::ALL.iter().filter(|mtu| larger(mtu)) {

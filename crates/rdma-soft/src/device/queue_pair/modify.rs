@@ -51,6 +51,9 @@ impl QpInner {
         }
         merge(&mut sender.attr, attr);
         self.apply(sender, receiver);
+        if let Some(pkey) = attr.pkey_index.and_then(|index| self.device.pkeys.at(index)) {
+            (sender.machine.config.pkey, receiver.machine.config.pkey) = (pkey, pkey);
+        }
         if let Some(psn) = attr.rq_psn {
             receiver.machine.start(psn);
         }
@@ -75,7 +78,7 @@ impl QpInner {
     fn values_are_valid(&self, attr: &QpAttr) -> bool {
         let limits = self.device.attr();
         attr.port.is_none_or(|port| port == PORT)
-            && attr.pkey_index.is_none_or(|index| index == 0)
+            && attr.pkey_index.is_none_or(|index| self.device.pkeys.at(index).is_some())
             && attr.address.is_none_or(|address| address.port == PORT && address.sgid_index == 0)
             && attr.dest_qpn.is_none_or(|qpn| qpn <= Qpn::MAX)
             && attr.retry_count.is_none_or(|count| count <= MAX_RETRY)

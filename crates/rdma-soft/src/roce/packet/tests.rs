@@ -1,10 +1,12 @@
 //! Tests of packet encoding.
 
 use super::*;
+use crate::roce::partition::DEFAULT_PKEY;
 
 fn packet(transport: Transport, body: Body) -> Packet {
     Packet {
         transport,
+        pkey: DEFAULT_PKEY,
         dest: Qpn(0x11),
         psn: Psn::new(0x80_0010),
         solicited: false,
@@ -171,18 +173,17 @@ fn unseal_detects_every_flipped_bit() {
 }
 
 #[test]
-fn parse_ignores_congestion_and_reserved_bits() {
+fn parse_keeps_the_partition_and_ignores_congestion_and_reserved_bits() {
     let packet = every_kind()[0];
     let mut image = emitted(&packet, &[1, 2, 3]);
-    // Migration request, both congestion bits, reserved bits, limited partition membership.
+    // Migration request, both congestion bits, reserved bits.
     image[1] |= 0x40;
-    image[2] = 0x7f;
     image[4] = 0xff;
     image[8] |= 0x7f;
     assert_eq!(Packet::parse(&image), Ok((packet, &[1, 2, 3][..])));
-    image[3] = 0xfe;
-    assert_eq!(Packet::parse(&image), Err(WireError::Unsupported), "another partition");
-    image[3] = 0xff;
+    image[2..4].copy_from_slice(&[0x12, 0x34]);
+    let other = Packet { pkey: 0x1234, ..packet };
+    assert_eq!(Packet::parse(&image), Ok((other, &[1, 2, 3][..])));
     image[1] |= 1;
     assert_eq!(Packet::parse(&image), Err(WireError::Unsupported), "another version");
 }

@@ -17,6 +17,7 @@ use crate::dc::{Header, SessionNumber};
 use crate::memory::dma::Payload;
 use crate::memory::keys::Keys;
 use crate::roce::packet::{Body, Packet};
+use crate::roce::partition::may_communicate;
 
 use super::{Destination, Outgoing, Requester, SendCompletions, SendConfig, Source};
 
@@ -91,8 +92,8 @@ impl Initiator {
         self.phase == Phase::Open && !self.has_started
     }
 
-    fn packet(&self, psn: Psn, body: Body) -> Outgoing {
-        let packet = Packet::dc_control(self.target.qpn, psn, body);
+    fn packet(&self, pkey: u16, psn: Psn, body: Body) -> Outgoing {
+        let packet = Packet::dc_control(pkey, self.target.qpn, psn, body);
         Outgoing { packet, source: Source::Gathered, to: self.target }
     }
 }
@@ -198,7 +199,8 @@ impl Requester {
         let Some(initiator) = &mut self.initiator else { return SessionStep::Blocked };
         let Some(key) = initiator.target.key else { return SessionStep::Blocked };
         initiator.phase = Phase::Opening { sent: true };
-        let open = initiator.packet(self.unacked, Body::Open { key, mtu: self.config.mtu });
+        let body = Body::Open { key, mtu: self.config.mtu };
+        let open = initiator.packet(self.config.pkey, self.unacked, body);
         self.counters.packets += 1;
         if self.sent_end == self.next_psn {
             self.counters.retransmitted += 1;
@@ -214,7 +216,7 @@ impl Requester {
             self.initiator.as_mut().filter(|initiator| initiator.phase == Phase::Open)?;
         initiator.phase = Phase::Closed;
         self.counters.packets += 1;
-        Some(initiator.packet(psn, Body::Close))
+        Some(initiator.packet(self.config.pkey, psn, Body::Close))
     }
 
     pub(crate) fn on_answer(
@@ -227,6 +229,10 @@ impl Requester {
     ) {
         if !self.is_current_session(source, header) {
             self.counters.stale += 1;
+            return;
+        }
+        if !may_communicate(self.config.pkey, packet.pkey) {
+            out.count_bad_pkey();
             return;
         }
         match packet.body {

@@ -86,6 +86,8 @@ pub(crate) trait SendCompletions {
     fn now(&mut self) -> u64;
     /// Returns an unpredictable number, if the system has one.
     fn random(&mut self) -> Option<u64>;
+    /// Counts a packet that was dropped because of its partition.
+    fn count_bad_pkey(&mut self);
 }
 
 /// The fields that each operation uses come first.
@@ -103,6 +105,7 @@ pub(crate) struct SendConfig {
     pub(crate) transport: Transport,
     pub(crate) dest: Qpn,
     pub(crate) qkey: Qkey,
+    pub(crate) pkey: u16,
     pub(crate) flow: Flow,
 }
 
@@ -421,6 +424,7 @@ impl Requester {
             && (whole || ack_missing || self.since_ack_request >= self.config.flow.ack_every);
         let packet = Packet {
             transport: self.config.transport,
+            pkey: self.config.pkey,
             dest: if self.config.transport == Transport::Ud {
                 wqe.to.qpn
             } else {

@@ -5,6 +5,7 @@ use rdma_provider::types::{Access, Psn, QpState, RnrTimer, SendOp, Transport, Wc
 use crate::memory::dma::{Gather, Payload};
 use crate::memory::keys::Keys;
 use crate::roce::packet::{Body, Nak, Packet, Part, Syndrome};
+use crate::roce::partition::may_communicate;
 
 use super::wqe::left_in_request;
 use super::{Requester, SendCompletions, Wait};
@@ -21,6 +22,10 @@ impl Requester {
         if !matches!(self.state, QpState::Rts | QpState::Sqd)
             || self.config.transport != Transport::Rc
         {
+            return;
+        }
+        if !may_communicate(self.config.pkey, packet.pkey) {
+            out.count_bad_pkey();
             return;
         }
         self.counters.responses += 1;

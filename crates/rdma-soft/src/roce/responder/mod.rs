@@ -25,6 +25,7 @@ use crate::memory::dma::{Gather, Payload};
 use crate::memory::keys::Keys;
 use crate::ring::Ring;
 use crate::roce::packet::{Aeth, Body, Nak, Packet, Part, Reth, Syndrome};
+use crate::roce::partition::may_communicate;
 
 use execute::part_fits;
 
@@ -34,6 +35,8 @@ pub(crate) trait Receiver {
     /// Completes the receive at `position` of the queue pair's own queue.
     fn complete(&mut self, position: u32, completion: &WorkCompletion, solicited: bool);
     fn event(&mut self, event: AsyncEvent);
+    /// Counts a packet that was dropped because of its partition.
+    fn count_bad_pkey(&mut self);
     /// Reports ERR: the send queue must be flushed once no lock is held.
     fn failed(&mut self);
 }
@@ -49,6 +52,7 @@ pub(crate) struct ReceiveConfig {
     pub(crate) peer_gid: Gid,
     pub(crate) transport: Transport,
     pub(crate) mtu: Mtu,
+    pub(crate) pkey: u16,
     pub(crate) max_dest_rd_atomic: u8,
     pub(crate) min_rnr_timer: RnrTimer,
     /// Receives come from a shared queue in `receive_pd`.
@@ -276,6 +280,11 @@ impl Responder {
             self.counters.dropped += 1;
             return;
         }
+        if !may_communicate(self.config.pkey, packet.pkey) {
+            self.counters.dropped += 1;
+            out.count_bad_pkey();
+            return;
+        }
         if self.config.transport != Transport::Ud {
             if source != self.config.peer_gid {
                 self.counters.dropped += 1;
@@ -324,6 +333,7 @@ impl Responder {
         self.counters.replies += 1;
         Some(Packet {
             transport: Transport::Rc,
+            pkey: self.config.pkey,
             dest: self.config.peer,
             psn,
             solicited: false,
