@@ -461,9 +461,9 @@ mod tests {
     /// Messages that complete while a task replaces its waker all the time.
     const MESSAGES: usize = 100;
 
-    // `wait_for_busy_poller` registers while another thread dispatches completions. One that comes between
-    // the two steps in which a waker replaces another overtakes it. On one core this hardly ever
-    // happens, and the test shows nothing.
+    // `wait_for_busy_poller` registers while another thread dispatches completions. One that comes
+    // between the two steps in which a waker replaces another overtakes it. On one core this hardly
+    // ever happens, and the test shows nothing.
     #[test]
     #[cfg_attr(miri, ignore = "takes minutes")]
     fn waiter_whose_completion_overtakes_its_waker_counts_once() {
