@@ -136,9 +136,9 @@ impl contract::Context<Any> for Context {
         fn pkey_table(port: PortNum) -> Result<Vec<u16>, VerbError>;
         fn event_fd() -> BorrowedFd<'_>;
         fn next_event() -> Result<Option<AsyncEvent>, VerbError>;
-        fn inlet() -> Option<BorrowedFd<'_>>;
-        fn serve() -> bool;
-        fn stop_serving();
+        fn packet_fd() -> Option<BorrowedFd<'_>>;
+        fn process_packets() -> bool;
+        fn stop_processing();
     }
 
     fn create_pd(&self) -> Result<Pd, VerbError> {

@@ -303,8 +303,8 @@ impl Drainer {
         }
     }
 
-    pub(super) fn serve(&self) -> bool {
-        self.cq.device().serve()
+    pub(super) fn process_packets(&self) -> bool {
+        self.cq.device().process_packets()
     }
 
     /// Returns true if there may be more completions.
@@ -478,7 +478,7 @@ impl Polled for Drainer {
     #[inline]
     fn glance(&self) -> Option<bool> {
         let empty = self.cq.is_empty()?;
-        Some(!empty || self.serve())
+        Some(!empty || self.process_packets())
     }
 
     fn poll(&self, left_out: u32) -> bool {
@@ -490,7 +490,7 @@ impl Polled for Drainer {
         self.drain_batch(&mut state);
         let any = state.counters.completions != before;
         self.release(state);
-        any || self.serve()
+        any || self.process_packets()
     }
 }
 

@@ -19,7 +19,7 @@ impl CompletionQueue {
     /// polled for a while, events wake them. In the other modes it reduces latency.
     ///
     /// Meant for a current-thread runtime with a core of its own:
-    /// `runtime.block_on(queue.drive(serve()))`.
+    /// `runtime.block_on(queue.drive(process_packets()))`.
     ///
     /// # Cancel safety
     ///
@@ -48,7 +48,7 @@ impl<F: Future> Future for Drive<F> {
 
     fn poll(self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<F::Output> {
         let this = self.project();
-        this.driver.queue.serve();
+        this.driver.queue.process_packets();
         this.driver.queue.drain();
         let output = this.future.poll(context);
         if output.is_pending() {

@@ -62,7 +62,8 @@ impl Failures {
     }
 
     /// Records the failure of a part other than the last of its batch. Requires `WorkQueue::state`
-    /// or of the completion queue, because `rouse` would mistake the new flag for an abandonment.
+    /// or of the completion queue, because `wake_to_repoll` would
+    /// mistake the new flag for an abandonment.
     #[cold]
     pub(super) fn fail_part<Q>(&self, slot: &Slot<Q>, part: u32, kind: OpErrorKind) {
         lock(&self.parts).entry(index_of(slot.id())).or_default().push((part, kind));

@@ -60,8 +60,11 @@ fn take(slot: &Slot<()>) -> Outcome {
 }
 
 fn completed(slot: &Slot<()>, id: WrId) -> Finished {
-    if slot.unwatched(id).is_some_and(|unwatched| slot.finish_unwatched(unwatched, &POSTED)) {
-        Finished::Unwatched
+    if slot
+        .without_waker(id)
+        .is_some_and(|without_waker| slot.finish_without_waker(without_waker, &POSTED))
+    {
+        Finished::WithoutWaker
     } else {
         slot.finish(id, Ok(POSTED))
     }
@@ -70,7 +73,7 @@ fn completed(slot: &Slot<()>, id: WrId) -> Finished {
 fn finish(slot: &Slot<()>, id: WrId) -> Option<DetachedBuffers> {
     match completed(slot, id) {
         Finished::Stale => panic!("the slot is in flight"),
-        Finished::Unwatched => None,
+        Finished::WithoutWaker => None,
         Finished::Wake(waker) => {
             waker.wake();
             None

@@ -28,7 +28,7 @@ use super::deferral::wake_in_turn;
 use super::device_events::readable;
 use crate::error::NoRuntime;
 use crate::readable::Readable;
-use crate::verbs::{Channel, Device, Inlet};
+use crate::verbs::{Channel, Device, PacketSource};
 
 pub(super) trait Watched: Send + Sync {
     fn channel(&self) -> Option<&Channel>;
@@ -48,7 +48,7 @@ pub(super) trait Watched: Send + Sync {
 
     /// Wakes all waiting operations after a registration is gone, so that they find another one or
     /// poll.
-    fn rouse(&self);
+    fn wake_to_repoll(&self);
 
     fn reactors(&self) -> &Reactors;
 }
@@ -82,7 +82,7 @@ struct Registrations {
     events: Option<Readable<OwnedFd>>,
     /// Readable when data has arrived for a software device. Its own thread processes the data
     /// otherwise, and then wakes this reactor.
-    inlet: Option<Readable<Inlet>>,
+    packets: Option<Readable<PacketSource>>,
 }
 
 enum Source {
@@ -122,7 +122,7 @@ impl Reactors {
         add(&mut list, reactor.clone());
         drop(list);
         reactor.serve_events();
-        reactor.serve_arrivals();
+        reactor.process_arrivals();
         let task = ReactorTask { reactor: Arc::downgrade(&reactor), rounds: 0 };
         match &reactor.watched.source {
             Some(Source::Descriptor(_)) => {
@@ -149,8 +149,8 @@ impl Reactors {
         self.list.lock().iter().all(|reactor| reactor.runtime == runtime || !reactor.is_served())
     }
 
-    pub(super) fn has_inlet(&self) -> bool {
-        self.list.lock().iter().any(|reactor| reactor.watched.inlet.is_some())
+    pub(super) fn watches_packets(&self) -> bool {
+        self.list.lock().iter().any(|reactor| reactor.watched.packets.is_some())
     }
 
     fn remove(&self, gone: &Reactor) {
@@ -203,9 +203,9 @@ impl Registrations {
             }
         };
         // Optional: without it, the device's own thread processes arrivals, with more latency.
-        let inlet = source.as_ref().and_then(|_| {
-            let inlet = device.inlet();
-            let registered = inlet.and_then(|inlet| inlet.map(Readable::new).transpose());
+        let packets = source.as_ref().and_then(|_| {
+            let packets = device.packet_source();
+            let registered = packets.and_then(|packets| packets.map(Readable::new).transpose());
             registered
                 .inspect_err(|error| {
                     rdma_provider::debug!(
@@ -217,7 +217,7 @@ impl Registrations {
                 .ok()
                 .flatten()
         });
-        Self { source, events, inlet }
+        Self { source, events, packets }
     }
 }
 
@@ -238,7 +238,7 @@ impl Reactor {
                 cq,
                 channel_waker: waker(Self::serve_completions),
                 event_waker: waker(Self::serve_events),
-                arrival_waker: waker(Self::serve_arrivals),
+                arrival_waker: waker(Self::process_arrivals),
                 may_spin,
                 task: futures::task::AtomicWaker::new(),
                 task_ended: AtomicBool::new(false),
@@ -259,12 +259,12 @@ impl Reactor {
         let _ = events.serve(&self.event_waker, || cq.device().read_events());
     }
 
-    fn serve_arrivals(&self) {
-        let (Some(inlet), Some(cq)) = (&self.watched.inlet, self.cq.upgrade()) else { return };
+    fn process_arrivals(&self) {
+        let (Some(packets), Some(cq)) = (&self.watched.packets, self.cq.upgrade()) else { return };
         let Some(channel) = cq.channel() else { return };
-        let _ = inlet.serve(&self.arrival_waker, || {
+        let _ = packets.serve(&self.arrival_waker, || {
             let held = channel.hold();
-            if inlet.get_ref().serve() {
+            if packets.get_ref().process_packets() {
                 self.on_event(&*cq);
             }
             drop(held);
@@ -299,7 +299,7 @@ impl Reactor {
             "runtime shut down; removed its registration of the completion channel"
         );
         cq.reactors().remove(self);
-        cq.rouse();
+        cq.wake_to_repoll();
     }
 }
 
@@ -333,8 +333,8 @@ impl Future for ReactorTask {
                 if self.rounds == 0 {
                     // Another thread processed the arrivals that led to this completion. Later
                     // arrivals are processed here.
-                    if let Some(inlet) = &reactor.watched.inlet {
-                        inlet.get_ref().serve();
+                    if let Some(packets) = &reactor.watched.packets {
+                        packets.get_ref().process_packets();
                     }
                     cq.on_event(reactor.may_spin.then_some(reactor.runtime));
                 }
@@ -440,7 +440,7 @@ mod tests {
 
         fn stop_spinning(&self, _runtime: runtime::Id) {}
 
-        fn rouse(&self) {}
+        fn wake_to_repoll(&self) {}
 
         fn reactors(&self) -> &Reactors {
             &self.reactors
@@ -484,7 +484,7 @@ mod tests {
         watch_late(&queue);
         let list = queue.reactors.list.lock();
         let [entry] = &list[..] else { panic!("{} entries", list.len()) };
-        let Registrations { source, events, inlet } = &entry.watched;
-        assert!(source.is_none() && events.is_none() && inlet.is_none());
+        let Registrations { source, events, packets } = &entry.watched;
+        assert!(source.is_none() && events.is_none() && packets.is_none());
     }
 }

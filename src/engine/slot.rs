@@ -61,7 +61,7 @@ pub(crate) type DetachedBuffers = Box<dyn Any + Send>;
 pub(super) enum Finished {
     Stale,
     /// No waker was registered; the operation finds the result at its next poll.
-    Unwatched,
+    WithoutWaker,
     Wake(Waker),
     /// The operation was abandoned; the caller must [free](Slot::free) the slot.
     Detached {
@@ -88,9 +88,9 @@ pub(super) enum Registered {
 }
 
 #[derive(Debug, Clone, Copy)]
-pub(super) struct Unwatched(u16);
+pub(super) struct WithoutWaker(u16);
 
-impl Unwatched {
+impl WithoutWaker {
     #[inline]
     pub(super) fn notifies(self) -> bool {
         self.0 & NOTIFIES != 0
@@ -241,18 +241,18 @@ impl<Q> Slot<Q> {
 
     /// Returns the state of the slot if `id` is current and has no waker.
     #[inline]
-    pub(super) fn unwatched(&self, id: WrId) -> Option<Unwatched> {
+    pub(super) fn without_waker(&self, id: WrId) -> Option<WithoutWaker> {
         // Same order of loads as in `phase_in`.
         let state = self.state.load(Ordering::Acquire);
-        (state & PHASE == SUBMITTED && self.id() == id).then_some(Unwatched(state))
+        (state & PHASE == SUBMITTED && self.id() == id).then_some(WithoutWaker(state))
     }
 
-    /// Stores the completion. Returns false if the slot has left the state `unwatched`, which the
-    /// same drainer has read: it has a waker, or its operation was abandoned.
+    /// Stores the completion. Returns false if the slot has left the state that the same drainer
+    /// has read: it has a waker, or its operation was abandoned.
     #[inline]
-    pub(super) fn finish_unwatched(
+    pub(super) fn finish_without_waker(
         &self,
-        Unwatched(state): Unwatched,
+        WithoutWaker(state): WithoutWaker,
         completion: &WorkCompletion,
     ) -> bool {
         // SAFETY: C1: the drainer has seen SUBMITTED, and only it ends the phases in flight, in
@@ -288,7 +288,7 @@ impl<Q> Slot<Q> {
                         Ordering::Release,
                         Ordering::Relaxed,
                     ) {
-                        Ok(_) => return Finished::Unwatched,
+                        Ok(_) => return Finished::WithoutWaker,
                         Err(now) => Err(now),
                     }
                 }
@@ -310,13 +310,13 @@ impl<Q> Slot<Q> {
         if before & PHASE == DETACHED {
             return self.reap(before, waker);
         }
-        waker.map_or(Finished::Unwatched, Finished::Wake)
+        waker.map_or(Finished::WithoutWaker, Finished::Wake)
     }
 
     /// Takes the waker of a slot that waits, so that its task polls again. Returns true with it if
     /// the slot stopped waiting, false if the operation was abandoned concurrently.
     #[cold]
-    pub(super) fn rouse(&self) -> Option<(Waker, bool)> {
+    pub(super) fn wake_to_repoll(&self) -> Option<(Waker, bool)> {
         let state = self.state.load(Ordering::Acquire);
         let waking = self.phase(state, WAKING);
         if state & PHASE != WAITING
@@ -404,7 +404,7 @@ impl<Q> Slot<Q> {
         self.state.load(Ordering::Relaxed) & SOLICITED != 0
     }
 
-    pub(super) fn is_unwatched(&self) -> bool {
+    pub(super) fn has_no_waker(&self) -> bool {
         self.state.load(Ordering::Acquire) & PHASE == SUBMITTED
     }
 

@@ -174,17 +174,18 @@ impl WorkQueue {
     #[inline]
     pub(super) fn complete(&self, wc: &WorkCompletion, woken: &mut WakeList) {
         let Some(slot) = self.slots.find(index_of(wc.wr_id)) else { return stale(wc) };
-        let unwatched = slot.unwatched(wc.wr_id).filter(|_| wc.status.is_success() && !is_traced());
-        let Some(unwatched) = unwatched else {
+        let without_waker =
+            slot.without_waker(wc.wr_id).filter(|_| wc.status.is_success() && !is_traced());
+        let Some(without_waker) = without_waker else {
             return self.complete_slow(slot, wc, woken);
         };
         // Capacity first: a task that has seen the result then finds the capacity.
         if self.capacity.retire(slot.position()) {
             self.admit_queued(woken);
         }
-        if !slot.finish_unwatched(unwatched, wc) {
+        if !slot.finish_without_waker(without_waker, wc) {
             self.settle_overtaken(wc, woken);
-        } else if unwatched.notifies() {
+        } else if without_waker.notifies() {
             self.notify_completion(woken);
         }
     }
@@ -259,7 +260,7 @@ impl WorkQueue {
     fn follow_up(&self, slot: &Slot<Self>, finished: Finished, woken: &mut WakeList) {
         match finished {
             Finished::Stale => {}
-            Finished::Unwatched => self.notify_completion(woken),
+            Finished::WithoutWaker => self.notify_completion(woken),
             Finished::Wake(waker) => {
                 self.remove_watcher();
                 woken.wake(waker);
@@ -315,13 +316,13 @@ impl WorkQueue {
         }
     }
 
-    pub(super) fn rouse(&self, woken: &mut WakeList) {
+    pub(super) fn wake_to_repoll(&self, woken: &mut WakeList) {
         // Excludes the poster, which finishes queued work that was never posted.
         let state = lock(&self.state);
-        state.watch.rouse.iter().for_each(|waker| woken.wake(waker.clone()));
+        state.watch.repoll_waker.iter().for_each(|waker| woken.wake(waker.clone()));
         self.notify_completion(woken);
         for (_, slot) in self.slots.iter() {
-            if let Some((waker, stopped_waiting)) = slot.rouse() {
+            if let Some((waker, stopped_waiting)) = slot.wake_to_repoll() {
                 if stopped_waiting {
                     self.remove_watcher();
                 }

@@ -415,27 +415,28 @@ impl Device {
     }
 
     /// Returns a descriptor that is readable when unprocessed packets have arrived. `None` if the
-    /// device processes them itself, or if another `Inlet` exists: one thread suffices.
-    pub(crate) fn inlet(&self) -> std::io::Result<Option<Inlet>> {
-        let Some(fd) = self.inner.context.inlet() else { return Ok(None) };
+    /// device processes them itself, or if another `PacketSource` exists: one thread suffices.
+    pub(crate) fn packet_source(&self) -> std::io::Result<Option<PacketSource>> {
+        let Some(fd) = self.inner.context.packet_fd() else { return Ok(None) };
         if self.inner.watched.swap(true, Ordering::AcqRel) {
             return Ok(None);
         }
         let release = |_: &_| self.inner.watched.store(false, Ordering::Release);
         // A duplicate: a descriptor can be registered only once.
         let fd = fd.try_clone_to_owned().inspect_err(release)?;
-        Ok(Some(Inlet { fd, device: self.clone() }))
+        Ok(Some(PacketSource { fd, device: self.clone() }))
     }
 
     /// Processes arrived packets of a software device, unless another thread does. Returns true if
     /// there were any.
-    pub(crate) fn serve(&self) -> bool {
-        self.inner.context.serve()
+    pub(crate) fn process_packets(&self) -> bool {
+        self.inner.context.process_packets()
     }
 
-    /// Notes that a caller of [`serve`](Self::serve) sleeps without an [`Inlet`] to wake it.
-    pub(crate) fn stop_serving(&self) {
-        self.inner.context.stop_serving();
+    /// Notes that a caller of [`process_packets`](Self::process_packets) sleeps without a
+    /// [`PacketSource`] to wake it.
+    pub(crate) fn stop_processing(&self) {
+        self.inner.context.stop_processing();
     }
 
     fn first_active() -> Result<Self, String> {
@@ -511,24 +512,24 @@ impl Device {
     }
 }
 
-pub(crate) struct Inlet {
+pub(crate) struct PacketSource {
     fd: OwnedFd,
     device: Device,
 }
 
-impl Inlet {
-    pub(crate) fn serve(&self) -> bool {
-        self.device.serve()
+impl PacketSource {
+    pub(crate) fn process_packets(&self) -> bool {
+        self.device.process_packets()
     }
 }
 
-impl AsRawFd for Inlet {
+impl AsRawFd for PacketSource {
     fn as_raw_fd(&self) -> RawFd {
         self.fd.as_raw_fd()
     }
 }
 
-impl Drop for Inlet {
+impl Drop for PacketSource {
     fn drop(&mut self) {
         self.device.inner.watched.store(false, Ordering::Release);
     }

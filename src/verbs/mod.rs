@@ -31,7 +31,7 @@ pub use channel::Channel;
 pub use cq::Cq;
 pub use dct::Dct;
 pub use device::Device;
-pub(crate) use device::Inlet;
+pub(crate) use device::PacketSource;
 pub(crate) use gid_routes::entry_with;
 pub use protection_domain::ProtectionDomain;
 pub(crate) use protection_domain::{Indexed, PdId};

@@ -103,21 +103,22 @@ pub trait Context<P: Provider>: Debug + Send + Sync {
     /// after the last event of a lost device.
     fn next_event(&self) -> Result<Option<AsyncEvent>, VerbError>;
 
-    /// Returns a descriptor that is readable while packets wait for [`serve`](Self::serve); `None`
-    /// for hardware and in-memory devices.
-    fn inlet(&self) -> Option<BorrowedFd<'_>> {
+    /// Returns a descriptor that is readable while packets wait for
+    /// [`process_packets`](Self::process_packets); `None` for hardware and in-memory devices.
+    fn packet_fd(&self) -> Option<BorrowedFd<'_>> {
         None
     }
 
     /// Processes arrived packets in place of the device's own thread, without blocking; returns
     /// true if there were any. Optional.
-    fn serve(&self) -> bool {
+    fn process_packets(&self) -> bool {
         false
     }
 
-    /// Makes the device's own thread take over at once: the caller of [`serve`](Self::serve) goes
-    /// to sleep without watching [`inlet`](Self::inlet).
-    fn stop_serving(&self) {}
+    /// Makes the device's own thread take over at once: the caller of
+    /// [`process_packets`](Self::process_packets) goes to sleep without watching
+    /// [`packet_fd`](Self::packet_fd).
+    fn stop_processing(&self) {}
 }
 
 /// A protection domain, `ibv_alloc_pd(3)`: its objects may be used together.

@@ -161,7 +161,7 @@ impl Core {
         let repoll_waker = waker(&Arc::downgrade(&core), Self::wake_tasks);
         for member in &core.members {
             member.queue().when_failed(&core.advance_waker, 0);
-            member.queue().when_roused(&repoll_waker);
+            member.queue().on_wake_to_repoll(&repoll_waker);
         }
         core
     }

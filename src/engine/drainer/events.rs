@@ -102,13 +102,13 @@ impl reactor::Watched for Drainer {
         }
         if self.spin.allows(rounds) {
             self.release(state);
-            self.serve();
+            self.process_packets();
             return Some(rounds + 1);
         }
         self.spin.missed();
         self.arm_instead(state);
-        if !self.reactors.has_inlet() {
-            self.cq.device().stop_serving();
+        if !self.reactors.watches_packets() {
+            self.cq.device().stop_processing();
         }
         None
     }
@@ -122,11 +122,11 @@ impl reactor::Watched for Drainer {
     }
 
     #[cold]
-    fn rouse(&self) {
+    fn wake_to_repoll(&self) {
         let mut state = lock(&self.state);
         let State { queues, woken, .. } = &mut *state;
         for attached in queues.iter().flatten() {
-            attached.queue.rouse(woken);
+            attached.queue.wake_to_repoll(woken);
         }
         self.release(state);
     }

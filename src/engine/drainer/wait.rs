@@ -91,7 +91,7 @@ impl Drainer {
     ) -> Poll<Option<S>> {
         let rounds = slot.rounds();
         // A watched slot holds a waker and is finished through the slot.
-        if slot.is_unwatched()
+        if slot.has_no_waker()
             && let Some(state) = try_lock(&self.state)
         {
             let extract = |completion: &WorkCompletion| {
@@ -341,7 +341,7 @@ impl Drainer {
     ) -> Poll<()> {
         slot.spin(rounds);
         self.release(state);
-        self.serve();
+        self.process_packets();
         if matches!(self.mode, CompletionMode::Cooperative) {
             share_core(rounds);
         }
@@ -382,8 +382,8 @@ impl Drainer {
             wake_to_repoll(context);
         } else if self.mode.arms() && !self.reactors.watch(self) {
             poll_without_reactor(context);
-        } else if rounds > 0 && !self.reactors.has_inlet() {
-            self.cq.device().stop_serving();
+        } else if rounds > 0 && !self.reactors.watches_packets() {
+            self.cq.device().stop_processing();
         }
         Poll::Pending
     }

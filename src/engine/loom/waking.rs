@@ -79,7 +79,7 @@ impl Armed for Draining<'_> {
                     self.queue.waiting.fetch_sub(1, Ordering::Relaxed);
                     self.woken.push(waker);
                 }
-                Finished::Unwatched => {}
+                Finished::WithoutWaker => {}
                 other => panic!("{other:?}"),
             }
         }

@@ -5,7 +5,7 @@
 ///   Free ────────▶ Submitted ───────▶ Waiting ─────────────▶ Complete ────▶ Free
 ///                   │  │ └──────────── finish ───────────────▶ ▲
 ///                   │  │                │ └─ Waking ───────────┘ finish: takes the waker first
-///                   │  │ ◀─ rouse ──────┘   │ detach ─▶ Detached
+///                   │  │ ◀─ repoll ─────┘   │ detach ─▶ Detached
 ///                   │  └ detach         └ detach        finish, free
 ///                   │  └────────────────┴──▶ Detached ─────────────▶ Free
 ///                   └─ free: the device refused it ────────────────▶ Free

@@ -32,11 +32,12 @@ fn success() -> WorkCompletion {
 }
 
 fn complete(slot: &Slot<()>, id: WrId) -> bool {
-    slot.unwatched(id).is_some_and(|unwatched| slot.finish_unwatched(unwatched, &success()))
+    slot.without_waker(id)
+        .is_some_and(|without_waker| slot.finish_without_waker(without_waker, &success()))
 }
 
-fn is_unwatched_in(slot: &Slot<()>, id: WrId) -> bool {
-    slot.unwatched(id).is_some()
+fn has_no_waker_in(slot: &Slot<()>, id: WrId) -> bool {
+    slot.without_waker(id).is_some()
 }
 
 #[test]
@@ -47,19 +48,19 @@ fn completion_of_an_operation_that_does_not_wait_stays_in_the_slot() {
     assert!(!slot.claim(1), "it is taken");
     assert_eq!((slot.id(), slot.parts(), slot.in_flight()), (ID, 1, Some(ID)));
     assert!(
-        slot.is_new() && slot.is_unwatched() && slot.is_current(ID) && is_unwatched_in(&slot, ID)
+        slot.is_new() && slot.has_no_waker() && slot.is_current(ID) && has_no_waker_in(&slot, ID)
     );
-    assert!(!slot.is_complete() && !slot.is_current(WrId(8)) && !is_unwatched_in(&slot, WrId(8)));
-    assert!(slot.rouse().is_none(), "nothing waits");
+    assert!(!slot.is_complete() && !slot.is_current(WrId(8)) && !has_no_waker_in(&slot, WrId(8)));
+    assert!(slot.wake_to_repoll().is_none(), "nothing waits");
 
     assert!(!complete(&slot, WrId(8)), "the id of another generation");
     assert!(matches!(slot.finish(WrId(8), Ok(success())), Finished::Stale));
     assert!(!slot.is_complete());
     assert!(complete(&slot, ID));
     assert!(
-        slot.is_complete() && !slot.is_new() && !slot.is_unwatched() && slot.in_flight().is_none()
+        slot.is_complete() && !slot.is_new() && !slot.has_no_waker() && slot.in_flight().is_none()
     );
-    assert!(!slot.is_current(ID) && !is_unwatched_in(&slot, ID));
+    assert!(!slot.is_current(ID) && !has_no_waker_in(&slot, ID));
     assert!(slot.outcome(|outcome| outcome.is_ok_and(|completion| completion.wr_id == ID)));
     // A second result changes nothing.
     assert!(!complete(&slot, ID));
@@ -72,7 +73,7 @@ fn completion_of_an_operation_that_does_not_wait_stays_in_the_slot() {
     assert!(!slot.is_complete() && slot.id() != ID);
     assert!(slot.claim(1));
     assert!(slot.is_new());
-    assert!(matches!(slot.finish(slot.id(), Ok(success())), Finished::Unwatched));
+    assert!(matches!(slot.finish(slot.id(), Ok(success())), Finished::WithoutWaker));
     slot.free();
     // The future is also the drainer.
     assert!(slot.claim(1));
@@ -89,8 +90,8 @@ fn operation_that_waits_is_woken_by_its_latest_waker() {
     assert_eq!(slot.register(earlier.clone(), &mut discarded), Registered::Fresh);
     assert!(
         !slot.is_new()
-            && !slot.is_unwatched()
-            && !is_unwatched_in(&slot, ID)
+            && !slot.has_no_waker()
+            && !has_no_waker_in(&slot, ID)
             && slot.is_current(ID)
     );
     assert!(discarded.iter().all(Option::is_none) && slot.in_flight() == Some(ID));
@@ -98,9 +99,9 @@ fn operation_that_waits_is_woken_by_its_latest_waker() {
     assert_eq!(slot.register(later.clone(), &mut discarded), Registered::Again);
     assert!(discarded[0].take().is_some_and(|waker| waker.data() == earlier.data()));
 
-    let (waker, stopped_waiting) = slot.rouse().expect("it waits");
+    let (waker, stopped_waiting) = slot.wake_to_repoll().expect("it waits");
     assert!(stopped_waiting && waker.data() == later.data());
-    assert!(slot.is_unwatched() && slot.rouse().is_none());
+    assert!(slot.has_no_waker() && slot.wake_to_repoll().is_none());
     assert_eq!(slot.register(waker.clone(), &mut discarded), Registered::Fresh);
     let Finished::Wake(waker) = slot.finish(ID, Err(OpErrorKind::Closed)) else {
         panic!("it waits")
@@ -119,7 +120,7 @@ fn spin_rounds_start_at_zero_in_each_generation() {
     slot.spin(3);
     assert_eq!(slot.rounds(), 3);
     assert!(
-        !slot.is_new() && slot.is_unwatched() && is_unwatched_in(&slot, ID),
+        !slot.is_new() && slot.has_no_waker() && has_no_waker_in(&slot, ID),
         "it has spun and does not wait"
     );
     assert!(complete(&slot, ID) && slot.is_complete());
@@ -140,7 +141,7 @@ fn buffers_of_an_abandoned_operation_are_returned_by_its_completion() {
             assert_eq!(slot.register(waker.clone(), &mut Discarded::default()), Registered::Fresh);
         }
         assert!(matches!(slot.detach(held(1)), Detach::InFlight { waiting } if waiting == waits));
-        assert!(slot.is_current(id) && slot.in_flight() == Some(id) && !is_unwatched_in(&slot, id));
+        assert!(slot.is_current(id) && slot.in_flight() == Some(id) && !has_no_waker_in(&slot, id));
         assert!(!complete(&slot, id));
         let Finished::Detached { held, waker } = slot.finish(id, Ok(success())) else {
             panic!("it was abandoned")
@@ -186,8 +187,8 @@ enum Step {
     Claim,
     Register,
     Finish,
-    FinishUnwatched,
-    Rouse,
+    FinishWithoutWaker,
+    WakeToRepoll,
     Detach,
     Free,
 }
@@ -199,8 +200,8 @@ fn after(phase: Phase, step: Step) -> Option<Phase> {
         (Step::Claim, Free) => Some(Submitted),
         (Step::Register, Submitted | Waiting) => Some(Waiting),
         (Step::Finish, Submitted | Waiting) => Some(Complete),
-        (Step::FinishUnwatched, Submitted) => Some(Complete),
-        (Step::Rouse, Waiting) => Some(Submitted),
+        (Step::FinishWithoutWaker, Submitted) => Some(Complete),
+        (Step::WakeToRepoll, Waiting) => Some(Submitted),
         (Step::Detach, Submitted | Waiting | Waking) => Some(Detached),
         (Step::Free, Submitted | Complete | Detached) => Some(Free),
         // The future owns the slot until it detaches.
@@ -219,8 +220,8 @@ fn each_step_leads_from_each_phase_where_the_table_says() {
         Step::Claim,
         Step::Register,
         Step::Finish,
-        Step::FinishUnwatched,
-        Step::Rouse,
+        Step::FinishWithoutWaker,
+        Step::WakeToRepoll,
         Step::Detach,
         Step::Free,
     ];
@@ -253,8 +254,8 @@ fn each_step_leads_from_each_phase_where_the_table_says() {
                     )
                 }
                 Step::Finish => !matches!(slot.finish(ID, Ok(success())), Finished::Stale),
-                Step::FinishUnwatched => complete(&slot, ID),
-                Step::Rouse => slot.rouse().is_some(),
+                Step::FinishWithoutWaker => complete(&slot, ID),
+                Step::WakeToRepoll => slot.wake_to_repoll().is_some(),
                 Step::Detach => matches!(slot.detach(None), Detach::InFlight { .. }),
                 Step::Free => {
                     slot.free();

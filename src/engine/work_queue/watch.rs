@@ -14,7 +14,7 @@ use crate::sync::lock;
 pub(in crate::engine) struct Watch {
     pub(super) idle: Option<Waker>,
     pub(super) failure: Option<Waker>,
-    pub(super) rouse: Option<Waker>,
+    pub(super) repoll_waker: Option<Waker>,
 }
 
 impl WorkQueue {
@@ -103,9 +103,9 @@ impl WorkQueue {
 
     /// Wakes `waker` each time waiting tasks are to poll again. For components with waiters of
     /// their own.
-    pub(crate) fn when_roused(&self, waker: &Waker) {
+    pub(crate) fn on_wake_to_repoll(&self, waker: &Waker) {
         let waker = waker.clone();
-        let before = lock(&self.state).watch.rouse.replace(waker);
+        let before = lock(&self.state).watch.repoll_waker.replace(waker);
         drop(before);
     }
 

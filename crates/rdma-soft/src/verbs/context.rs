@@ -163,17 +163,17 @@ impl contract::Context<Soft> for Context {
         }
     }
 
-    fn inlet(&self) -> Option<BorrowedFd<'_>> {
+    fn packet_fd(&self) -> Option<BorrowedFd<'_>> {
         self.device.endpoint().map(|endpoint| endpoint.fd())
     }
 
-    fn serve(&self) -> bool {
-        self.device.endpoint().is_some_and(|endpoint| endpoint.serve())
+    fn process_packets(&self) -> bool {
+        self.device.endpoint().is_some_and(|endpoint| endpoint.process_packets())
     }
 
-    fn stop_serving(&self) {
+    fn stop_processing(&self) {
         if let Some(endpoint) = self.device.endpoint() {
-            endpoint.stop_serving();
+            endpoint.stop_processing();
         }
     }
 }

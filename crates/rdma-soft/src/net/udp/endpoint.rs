@@ -310,7 +310,7 @@ impl Endpoint {
 
     /// Receives packets unless another thread does; returns true if any arrived. Locks queue pairs
     /// and completion queues, but does not block.
-    pub(crate) fn serve(&self) -> bool {
+    pub(crate) fn process_packets(&self) -> bool {
         // Outlives the inbox lock: dropping a network joins the thread, which may wait for the
         // lock.
         let node = self.node();
@@ -337,13 +337,13 @@ impl Endpoint {
                 return any;
             }
         }
-        self.stop_serving();
+        self.stop_processing();
         any
     }
 
     /// Leaves reception to the thread.
-    pub(crate) fn stop_serving(&self) {
-        if self.inbox.stop_serving()
+    pub(crate) fn stop_processing(&self) {
+        if self.inbox.stop_processing()
             && let Some(thread) = &*self.thread.lock()
         {
             thread.thread().unpark();

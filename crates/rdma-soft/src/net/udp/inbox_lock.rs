@@ -69,7 +69,7 @@ impl InboxLock {
     }
 
     /// Leaves reception to the thread; returns true if it must be unparked.
-    pub(super) fn stop_serving(&self) -> bool {
+    pub(super) fn stop_processing(&self) -> bool {
         self.callers_stopped.store(true, Ordering::SeqCst);
         self.standing_by.load(Ordering::SeqCst)
     }
@@ -145,13 +145,13 @@ mod tests {
         assert_eq!(rounds.get(), 2 * IDLE_POLLS + 1);
 
         // A caller that stops early is not forgotten; one that stops later unparks the thread.
-        assert!(!lock.stop_serving());
+        assert!(!lock.stop_processing());
         assert_eq!(idle_checks(&lock, || false, u32::MAX), 0);
         let stops = || {
-            assert!(lock.stop_serving());
+            assert!(lock.stop_processing());
             false
         };
         assert_eq!(idle_checks(&lock, stops, u32::MAX), 0);
-        assert!(!lock.stop_serving(), "it stands by no more");
+        assert!(!lock.stop_processing(), "it stands by no more");
     }
 }
