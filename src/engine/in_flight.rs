@@ -87,8 +87,11 @@ impl<B: Send + 'static> InFlight<B> {
             Poll::Ready(finish(buffer, unsafe { claim.take(extracted, &extract) }))
         };
         if claim.is_new() {
+            // Separate arms, so that the usual one does not test for `None` again
+            // (`scripts/instructions`: 837 instead of 886).
             return match Drainer::poll_new(claim.queue(), &claim, context, &extract) {
-                Poll::Ready(extracted) => end(claim, extracted),
+                Poll::Ready(Some(extracted)) => end(claim, Some(extracted)),
+                Poll::Ready(None) => end(claim, None),
                 Poll::Pending => Poll::Pending,
             };
         }
