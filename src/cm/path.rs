@@ -56,8 +56,13 @@ impl Path {
         config: &ConnectConfig,
     ) -> Result<(), SetupError> {
         let device = queue_pair.protection_domain().device();
-        let present = queue_pair.local().pkey_index;
-        let wanted = config.path.partition(device, &self.attr)?.unwrap_or(present);
+        let asked = config.path.partition(device, &self.attr)?;
+        if asked.is_none() && self.pkey_index.is_none() {
+            return Ok(());
+        }
+        // The application or an earlier attempt may have moved the queue pair.
+        let present = queue_pair.query()?.1.pkey_index.unwrap_or_default();
+        let wanted = asked.unwrap_or(present);
         if let Some(selected) = self.pkey_index.filter(|selected| *selected != wanted) {
             let what = "P_Key indexes of the queue pair and the connection (use prepare)";
             return Err(SetupError::mismatch(what, wanted, selected));
@@ -300,6 +305,25 @@ mod tests {
             let expected = ConnectError::from(SetupError::mismatch(what, 1, 0));
             assert_eq!(refused, expected.during(ConnectStep::Prepare, refused.address().unwrap()));
             assert_eq!(reason(&rejected), RejectReason::CONSUMER);
+
+            // An attempt that fails moves the queue pair, and the next one moves it back.
+            let route = resolve(&near, to).await.unwrap();
+            let qp = route.prepare(connecting.clone()).build().unwrap();
+            let config = none.clone().path(path.pkey(0x8001)).keepalive(Some(Duration::ZERO));
+            route.connect(&qp, &config).await.unwrap_err();
+            assert_eq!(qp.query().unwrap().1.pkey_index, Some(1));
+            let passive = async {
+                let request = listener.accept().await.unwrap();
+                let theirs = request.prepare(accepting.clone()).build().unwrap();
+                (request.accept(&theirs, &none).await.unwrap(), theirs)
+            };
+            let active = async {
+                let route = resolve(&near, to).await.unwrap();
+                route.connect(&qp, &none.clone().path(path.pkey(0xffff))).await.unwrap()
+            };
+            let (_link, (_peer, theirs)) = join(active, passive).await;
+            let index = |qp: &QueuePair| qp.query().unwrap().1.pkey_index;
+            assert_eq!((index(&qp), index(&theirs)), (Some(0), Some(0)));
 
             // Its port lacks the partition.
             let route = resolve(&near, to).await.unwrap();

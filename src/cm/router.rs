@@ -165,13 +165,12 @@ impl Router {
             return Ok(());
         }
         let port_space = self.channel.port_space();
+        // A last reference is dropped on the thread below, because that closes a channel.
         let all: Vec<_> = ROUTERS.lock().iter().filter_map(|(_, known)| known.upgrade()).collect();
-        // A last reference is dropped here, without the lock.
-        let rivals = all.into_iter().filter(|router| router.channel.port_space() == port_space);
-        let disposers: Vec<_> = rivals.map(|router| router.disposer.clone()).collect();
         on_blocking_thread(move || {
             let end = Instant::now() + Duration::from_secs(1);
-            disposers.iter().for_each(|disposer| disposer.wait_until_idle(end));
+            let rivals = all.iter().filter(|router| router.channel.port_space() == port_space);
+            rivals.for_each(|router| router.disposer.wait_until_idle(end));
             Ok(())
         })
         .await

@@ -367,7 +367,7 @@ impl ConnectionConfig {
     }
 
     pub(super) const fn accepts_any_peer(&self) -> bool {
-        matches!(self.source, Source::Any)
+        matches!(self.source, Source::Any) && !self.path.names_partition()
     }
 
     pub(super) fn resources(
@@ -546,6 +546,10 @@ mod tests {
 
             let refused = Connection::connect_with(&client, to, &with(0x8002)).await.unwrap_err();
             assert!(refused.to_string().contains("unsupported request"), "{refused}");
+            // A listener with a partition of its own rejects others instead of answering first.
+            let own = Listener::bind_with(&server, at, with(0x8003)).await.unwrap();
+            let connecting = Connection::connect_with(&client, own.local_addr().unwrap(), &ours);
+            assert!(connecting.await.is_err());
             let refused = Connection::connect_with(&client, to, &with(0x8003)).await.unwrap_err();
             assert!(refused.to_string().contains("lacks the partition"), "{refused}");
         });

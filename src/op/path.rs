@@ -137,6 +137,10 @@ impl PathConfig {
         self
     }
 
+    pub(crate) const fn names_partition(&self) -> bool {
+        self.partition.is_some()
+    }
+
     /// Returns the index of the partition in the table of `port`, or `None` if none is set.
     pub(crate) fn partition(
         &self,
@@ -231,11 +235,11 @@ pub(crate) fn default_traffic_class() -> Result<Option<u8>, VerbError> {
 fn parse_traffic_class(text: &OsStr) -> Result<u8, VerbError> {
     const INVALID: &str = "TOKIO_RDMA_TRAFFIC_CLASS (must be 0 to 255, or 0x0 to 0xff)";
     let text = text.to_str().unwrap_or_default();
-    let parsed = match text.strip_prefix("0x") {
-        Some(digits) => u8::from_str_radix(digits, 16),
-        None => text.parse(),
-    };
-    parsed.map_err(|_| VerbError::new(INVALID, VerbError::EINVAL))
+    let (digits, radix) = text.strip_prefix("0x").map_or((text, 10), |digits| (digits, 16));
+    let parsed = u8::from_str_radix(digits, radix).ok();
+    // The function above accepts a sign.
+    let parsed = parsed.filter(|_| !digits.starts_with('+'));
+    parsed.ok_or(VerbError::new(INVALID, VerbError::EINVAL))
 }
 
 const TRAFFIC_CLASS: &str = "TOKIO_RDMA_TRAFFIC_CLASS";
@@ -308,7 +312,7 @@ mod tests {
         {
             assert_eq!(parse_traffic_class(OsStr::new(text)), Ok(expected));
         }
-        for text in ["", "256", "-1", "0x", "0x100", "68h", " 104", "AF31"] {
+        for text in ["", "256", "-1", "+1", "0x+1", "0x", "0x100", "68h", " 104", "AF31"] {
             let refused = parse_traffic_class(OsStr::new(text)).unwrap_err().to_string();
             let expected = "TOKIO_RDMA_TRAFFIC_CLASS (must be 0 to 255, or 0x0 to 0xff): \
                             Invalid argument (os error 22)";

@@ -127,7 +127,9 @@ pub(crate) fn on_early(device: &Arc<DeviceInner>, from: Gid, packet: &Packet) ->
     if !asks || !device.is_reserved(packet.dest) {
         return None;
     }
-    let dest = with(device, |state, _| state.machine.on_early(from, packet.dest, packet.psn))?;
+    let dest = with(device, |state, _| {
+        state.machine.on_early(from, packet.dest, packet.psn, packet.pkey)
+    })?;
     let aeth = Aeth { syndrome: Syndrome::RnrNak(NOT_READY.code()), msn: 0 };
     let body = Body::Acknowledge(aeth);
     Some(Packet {

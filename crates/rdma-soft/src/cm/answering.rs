@@ -10,6 +10,7 @@ use super::connection::State;
 use super::limits::MAX_HALF_OPEN;
 use super::machine::Machine;
 use super::message::CommId;
+use crate::roce::partition::is_same_partition;
 
 impl Machine {
     /// Returns true if the request is not answered yet.
@@ -85,11 +86,14 @@ impl Machine {
     /// Handles an RC request at the queue pair `qpn`, which is not ready. If it is a connection's
     /// first packet and the queue pair is not created yet, returns the peer's queue pair, for an
     /// RNR NAK. Such a packet confirms the REP, which alone contains these numbers.
-    pub(super) fn on_early(&mut self, from: Gid, qpn: Qpn, psn: Psn) -> Option<Qpn> {
+    pub(super) fn on_early(&mut self, from: Gid, qpn: Qpn, psn: Psn, pkey: u16) -> Option<Qpn> {
         let id = *self.reserved.get(&qpn)?;
         let connection = self.connections.get(&id)?;
         let known = matches!(connection.state, State::RepSent | State::Established);
-        if !known || connection.peer != from || connection.rq_psn != psn {
+        let expected = connection.peer == from
+            && connection.rq_psn == psn
+            && is_same_partition(connection.pkey, pkey);
+        if !known || !expected {
             return None;
         }
         let remote = connection.remote_qpn;

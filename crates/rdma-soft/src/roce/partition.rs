@@ -10,7 +10,7 @@ const FULL_MEMBER: u16 = 0x8000;
 /// and at least one of them is a full member (IBTA 10.9.3).
 #[inline]
 pub(crate) const fn may_communicate(ours: u16, theirs: u16) -> bool {
-    is_same(ours, theirs) && (ours | theirs) & FULL_MEMBER != 0
+    is_same_partition(ours, theirs) && (ours | theirs) & FULL_MEMBER != 0
 }
 
 /// Returns true for full members of one partition, the usual case of the above, which takes fewer
@@ -36,7 +36,7 @@ pub(crate) const fn is_valid(pkey: u16) -> bool {
     pkey & !FULL_MEMBER != 0
 }
 
-const fn is_same(ours: u16, theirs: u16) -> bool {
+pub(crate) const fn is_same_partition(ours: u16, theirs: u16) -> bool {
     (ours ^ theirs) & !FULL_MEMBER == 0
 }
 

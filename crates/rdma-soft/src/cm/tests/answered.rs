@@ -10,6 +10,7 @@ use super::*;
 use crate::cm::connection::Connection;
 use crate::cm::limits::{MAX_HALF_OPEN, MAX_HALF_OPEN_PER_PEER};
 use crate::cm::message::{About, Private, Rej, Req};
+use crate::roce::partition::DEFAULT_PKEY;
 use rdma_provider::cm_contract::{Admit, CmAnswer, Verdict};
 use rdma_provider::types::RejectReason;
 
@@ -105,10 +106,12 @@ fn early_packet_confirms_and_gets_rnr_nak() {
         let response = pair.a.connection(ours).unwrap();
         (response.remote_qpn.unwrap(), response.sq_psn)
     };
-    let early = |pair: &mut Pair, from, number, psn| pair.b.on_early(from, number, psn);
+    let early =
+        |pair: &mut Pair, from, number, psn| pair.b.on_early(from, number, psn, DEFAULT_PKEY);
     assert_eq!(early(&mut pair, stranger(1), number, first), None, "from another peer");
     assert_eq!(early(&mut pair, A, number, first.add(1)), None, "not the first packet");
     assert_eq!(early(&mut pair, A, Qpn(7), first), None, "number not reserved");
+    assert_eq!(pair.b.on_early(A, number, first, 0x8001), None, "another partition");
     assert_eq!(Out::of(&mut pair.b).requests.len(), 0);
     // The packet overtakes the RTU.
     assert_eq!(early(&mut pair, A, number, first), Some(Qpn(0x100)));
