@@ -204,7 +204,7 @@ impl DcInitiator {
     ///
     /// # Errors
     ///
-    /// [`SetupError::Closed`].
+    /// [`SetupError::Closed`], or [`SetupError::NoPkey`] if the port has lost the partition.
     pub fn reset(&self) -> Result<(), SetupError> {
         let _one_at_a_time = self.setup.repair.lock();
         self.restart()
@@ -229,8 +229,11 @@ impl DcInitiator {
         }
         self.qp.modify(&QpAttr::to_state(QpState::Reset))?;
         let local = self.qp.local();
+        // The table of the port may have changed.
+        let device = self.qp.protection_domain().device();
+        let partition = local.path.partition(device, &*device.known_port(local.port)?)?;
         self.qp.modify(&QpAttr {
-            pkey_index: Some(local.pkey_index),
+            pkey_index: Some(partition.unwrap_or(local.pkey_index)),
             port: Some(local.port),
             ..QpAttr::to_state(QpState::Init)
         })?;

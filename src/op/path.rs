@@ -322,7 +322,7 @@ mod tests {
 }
 
 #[cfg(all(test, not(loom), not(miri)))]
-mod environment_tests {
+mod device_tests {
     use std::process::Command;
 
     use futures::future::join;
@@ -332,6 +332,7 @@ mod environment_tests {
     use crate::dc::{DcInitiator, DcTarget};
     use crate::engine::{CompletionMode, CompletionQueue};
     use crate::op::{QueuePair, SharedReceiveQueue};
+    use crate::software::Network;
     use crate::verbs::Device;
 
     /// Runs the test of this name again in a process with this default, because the environment of
@@ -341,7 +342,7 @@ mod environment_tests {
             return false;
         }
         let mut child = Command::new(std::env::current_exe().unwrap());
-        child.args(["--exact", &format!("op::path::environment_tests::{test}")]);
+        child.args(["--exact", &format!("op::path::device_tests::{test}")]);
         let output = child.env(TRAFFIC_CLASS, value).output().unwrap();
         let text = String::from_utf8_lossy(&output.stdout);
         assert!(output.status.success() && text.contains("1 passed"), "{text}");
@@ -389,6 +390,26 @@ mod environment_tests {
             let ((_link, ours), (_peer, theirs)) = join(connecting, accepting).await;
             assert_eq!((class(&ours), class(&theirs)), (104, 184));
         });
+    }
+
+    #[test]
+    fn reset_initiator_stays_in_its_partition_when_the_table_has_changed() {
+        let network = Network::new();
+        let device = Device::software_in(&network, "reordered").unwrap();
+        let control = network.control("reordered").unwrap();
+        control.set_pkeys(&[0xffff, 0x8001, 0x8002]);
+        let pd = device.protection_domain().unwrap();
+        let queue = CompletionQueue::new(&device, CompletionMode::Event).unwrap();
+        let path = PathConfig::default().pkey(0x8001);
+        let initiator = DcInitiator::builder(&pd, &queue).path(path).build().unwrap();
+        let index = || initiator.query().unwrap().1.pkey_index;
+        assert_eq!(index(), Some(1));
+        control.set_pkeys(&[0xffff, 0x8002, 0x8001]);
+        initiator.reset().unwrap();
+        assert_eq!(index(), Some(2));
+        control.set_pkeys(&[0xffff]);
+        let missing = SetupError::NoPkey { port: 1, asked: 0x8001, table: vec![0xffff] };
+        assert_eq!(initiator.reset().unwrap_err(), missing);
     }
 
     #[test]
