@@ -231,9 +231,10 @@ impl DcInitiator {
         let local = self.qp.local();
         // The table of the port may have changed.
         let device = self.qp.protection_domain().device();
-        let partition = local.path.partition(device, &*device.known_port(local.port)?)?;
+        let port = device.known_port(local.port)?;
+        let partition = local.path.partition(device, &port)?;
         self.qp.modify(&QpAttr {
-            pkey_index: Some(partition.unwrap_or(local.pkey_index)),
+            pkey_index: Some(partition.unwrap_or(0)),
             port: Some(local.port),
             ..QpAttr::to_state(QpState::Init)
         })?;

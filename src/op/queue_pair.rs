@@ -116,7 +116,6 @@ pub(crate) struct Local {
     fixed_gid: bool,
     lid: u16,
     pub(crate) link_layer: LinkLayer,
-    pub(crate) pkey_index: u16,
     pub(crate) path: PathConfig,
     pub(crate) mtu: Mtu,
     reads: u8,

@@ -62,8 +62,8 @@ impl WorkQueue {
                 let Data::Sges(sges) = wr.data else {
                     unreachable!("a batch consists of scatter/gather lists")
                 };
-                let request = WorkRequest { to: parts.to, ..WorkRequest::local(wr.op) };
-                let request = WorkRequest { flags: wr.flags, ..request };
+                let request =
+                    WorkRequest { flags: wr.flags, to: parts.to, ..WorkRequest::local(wr.op) };
                 let sges = SgeList::from_slice(sges);
                 let mut queued = Queued::new(wr.wr_id, &request, sges);
                 queued.is_part = true;

@@ -386,7 +386,6 @@ impl QueuePairBuilder {
             fixed_gid,
             lid: port.lid,
             link_layer: port.link_layer,
-            pkey_index,
             path,
             mtu: path.limited(port.active_mtu),
             reads: device.attr().max_qp_rd_atom.min(device.attr().max_qp_init_rd_atom),

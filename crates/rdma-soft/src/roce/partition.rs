@@ -15,7 +15,7 @@ pub(crate) const fn may_communicate(ours: u16, theirs: u16) -> bool {
 
 /// Returns true for full members of one partition, the usual case of the above, which takes fewer
 /// instructions.
-#[inline(always)]
+#[inline]
 pub(crate) const fn are_full_members(ours: u16, theirs: u16) -> bool {
     ours == theirs && ours & FULL_MEMBER != 0
 }
