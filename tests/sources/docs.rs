@@ -405,27 +405,12 @@ fn prose(text: &str) -> String {
 }
 
 fn pages() -> Vec<String> {
-    let mut found = Vec::new();
-    let mut directories = vec![root().to_owned()];
-    while let Some(directory) = directories.pop() {
-        for entry in fs::read_dir(directory).expect("a directory") {
-            let entry = entry.expect("an entry");
-            let (path, name) = (entry.path(), entry.file_name());
-            // A symbolic link to a directory may leave the repository, so it is not followed.
-            if entry.file_type().expect("its type").is_dir() {
-                if !EXCLUDED.iter().any(|other| name == *other) {
-                    directories.push(path);
-                }
-            } else if path.extension().is_some_and(|extension| extension == "md") {
-                let page = path
-                    .strip_prefix(root())
-                    .expect("a path within")
-                    .to_str()
-                    .expect("a name in UTF-8");
-                found.push(page.to_owned());
-            }
-        }
-    }
+    let relative = |path: PathBuf| {
+        let path = path.strip_prefix(root()).expect("a path within");
+        path.to_str().expect("a name in UTF-8").to_owned()
+    };
+    let mut found: Vec<_> =
+        files("md", vec![root().to_owned()]).into_iter().map(relative).collect();
     assert!(found.len() > 20, "only {found:?}");
     found.sort();
     found
@@ -442,14 +427,22 @@ fn functions() -> BTreeSet<String> {
 }
 
 pub(super) fn sources(directories: &[&str]) -> Vec<PathBuf> {
+    files("rs", directories.iter().map(|name| root().join(name)).collect())
+}
+
+/// Returns the files in these directories that have the extension and that no build has made.
+fn files(extension: &str, mut directories: Vec<PathBuf>) -> Vec<PathBuf> {
     let mut found = Vec::new();
-    let mut directories: Vec<PathBuf> = directories.iter().map(|name| root().join(name)).collect();
     while let Some(directory) = directories.pop() {
         for entry in fs::read_dir(directory).expect("a directory") {
-            let path = entry.expect("an entry").path();
-            if path.is_dir() {
-                directories.push(path);
-            } else if path.extension().is_some_and(|extension| extension == "rs") {
+            let entry = entry.expect("an entry");
+            let (path, name) = (entry.path(), entry.file_name());
+            // A symbolic link to a directory may leave the repository, so it is not followed.
+            if entry.file_type().expect("its type").is_dir() {
+                if !EXCLUDED.iter().any(|other| name == *other) {
+                    directories.push(path);
+                }
+            } else if path.extension().is_some_and(|found| found == extension) {
                 found.push(path);
             }
         }
