@@ -17,6 +17,8 @@ pub(super) struct Disposer<T> {
 #[derive(Debug)]
 struct State<T> {
     waiting: Vec<T>,
+    /// The number of [`Hold`]s.
+    held: usize,
     busy: bool,
     stalled: bool,
 }
@@ -25,7 +27,7 @@ pub(super) const STALL_LENGTH: usize = 256;
 
 impl<T> Default for Disposer<T> {
     fn default() -> Self {
-        let state = State { waiting: Vec::new(), busy: false, stalled: false };
+        let state = State { waiting: Vec::new(), held: 0, busy: false, stalled: false };
         Self { state: Mutex::new(state), idle: Condvar::new() }
     }
 }
@@ -70,10 +72,16 @@ impl<T: Send + 'static> Disposer<T> {
         }
     }
 
-    /// Blocks until everything is dropped, at most until `end`.
+    /// Announces an item that may follow as long as the result lives.
+    pub(super) fn hold(self: &Arc<Self>) -> Hold<T> {
+        self.state.lock().held += 1;
+        Hold(Arc::clone(self))
+    }
+
+    /// Blocks until everything is dropped and nothing is announced, at most until `end`.
     pub(super) fn wait_until_idle(&self, end: Instant) {
         let mut state = self.state.lock();
-        while state.busy {
+        while state.busy || state.held > 0 {
             let left = end.saturating_duration_since(Instant::now());
             if left.is_zero() {
                 return;
@@ -87,6 +95,17 @@ impl<T: Send + 'static> Disposer<T> {
         let many = state.busy && state.waiting.len() >= STALL_LENGTH;
         state.stalled |= many;
         many
+    }
+}
+
+/// See [`Disposer::hold`].
+#[derive(Debug)]
+pub(super) struct Hold<T>(Arc<Disposer<T>>);
+
+impl<T> Drop for Hold<T> {
+    fn drop(&mut self) {
+        self.0.state.lock().held -= 1;
+        self.0.idle.notify_all();
     }
 }
 
@@ -151,5 +170,20 @@ mod tests {
             (STALL_LENGTH + 1, 1)
         );
         assert!(!disposer.is_stalled());
+    }
+
+    #[test]
+    fn announced_item_is_awaited() {
+        let disposer = Arc::new(Disposer::<u8>::default());
+        let hold = disposer.hold();
+        let start = Instant::now();
+        disposer.wait_until_idle(start + Duration::from_millis(1));
+        assert!(start.elapsed() >= Duration::from_millis(1));
+        let other = Arc::clone(&disposer);
+        let waiting = thread::spawn(move || {
+            other.wait_until_idle(Instant::now() + Duration::from_secs(600));
+        });
+        drop(hold);
+        waiting.join().unwrap();
     }
 }

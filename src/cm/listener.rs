@@ -22,7 +22,7 @@ use rdma_provider::cm_contract::{
 use super::config::{ConnectConfig, ListenConfig, check_private_data};
 use super::connection::CmConnection;
 use super::connector::{lookup, no_address};
-use super::endpoint::{Endpoint, FailUnlessConnected, with_deadline};
+use super::endpoint::{Endpoint, FailUnlessConnected, on_blocking_thread, with_deadline};
 use super::error::{ConnectError, ConnectStep};
 use super::inbox::{Inbox, TakeRequests};
 use super::keepalive::Keepalive;
@@ -139,14 +139,18 @@ impl Listener {
             },
             _ => error.into(),
         };
-        let bound = endpoint
-            .call_blocking(router.channel.may_block(), move |id| {
-                id.bind(address).map_err(refused)?;
-                id.listen(backlog).map_err(refused)?;
-                Ok(id.local_addr())
-            })
-            .await?;
-        let address = bound.unwrap_or(address);
+        // If the future is dropped while a thread binds, the thread drops the endpoint, and whoever
+        // binds the address next waits for that. Fields of a tuple are dropped in order.
+        let hold = router.hold_disposed();
+        let bind = move || {
+            endpoint.id().bind(address).map_err(refused)?;
+            endpoint.id().listen(backlog).map_err(refused)?;
+            Ok((endpoint, hold))
+        };
+        let bound =
+            if router.channel.may_block() { on_blocking_thread(bind).await } else { bind() };
+        let (endpoint, _) = bound?;
+        let address = endpoint.id().local_addr().unwrap_or(address);
         let entry = ListenAddress::new(router, address);
         rdma_provider::debug!(%address, backlog, device = router.device.name(), "listening");
         let (router, inbox) = (router.clone(), endpoint.inbox().clone());

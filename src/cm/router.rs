@@ -14,7 +14,7 @@ use crate::verbs::Device;
 use rdma_provider::cm_contract::{CmChannel as _, CmEvent, CmEventKind};
 use rdma_provider::contract::Context as _;
 
-use super::disposer::Disposer;
+use super::disposer::{Disposer, Hold};
 use super::endpoint::on_blocking_thread;
 use super::error::ConnectError;
 use super::event_reactor::Reactors;
@@ -156,6 +156,12 @@ impl Router {
         // disposer and waits.
         let router = Arc::clone(self);
         self.disposer.dispose(ids, move || router.schedule_drain(Vec::new()));
+    }
+
+    /// Delays [`disposed`](Self::disposed) of others while an id exists that may be dropped with
+    /// the future that uses it.
+    pub(super) fn hold_disposed(&self) -> Hold<Arc<CmId>> {
+        self.disposer.hold()
     }
 
     /// Waits until the ids given to [`dispose`](Self::dispose) are destroyed, for at most a second.
