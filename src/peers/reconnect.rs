@@ -183,9 +183,9 @@ impl Reconnect {
     where
         A: ToSocketAddrs + fmt::Debug + Clone + Send + Sync + 'static,
     {
-        let (device, config) = (device.clone(), config.clone());
+        let (device, config, peer) = (device.clone(), config.clone(), format!("{address:?}"));
         let open = move || Ok(device.clone());
-        Self::start(policy, Connector::on_device(open, false, connect(address, config)))
+        Self::start(policy, peer, Connector::on_device(open, false, connect(address, config)))
     }
 
     /// Connects like [`new`](Self::new), on the device that `open` returns, for example `move ||
@@ -211,8 +211,8 @@ impl Reconnect {
         O: FnMut() -> Result<Device, OpenError> + Send + 'static,
         A: ToSocketAddrs + fmt::Debug + Clone + Send + Sync + 'static,
     {
-        let config = config.clone();
-        Self::start(policy, Connector::on_device(open, true, connect(address, config)))
+        let (config, peer) = (config.clone(), format!("{address:?}"));
+        Self::start(policy, peer, Connector::on_device(open, true, connect(address, config)))
     }
 
     /// Connects by `connector`, which is called for each attempt and may choose a device and an
@@ -245,15 +245,22 @@ impl Reconnect {
         C: FnMut() -> F + Send + 'static,
         F: Future<Output = Result<Connection, EstablishError>> + Send + 'static,
     {
-        Self::start(policy, Connector::by_function(move || connector().boxed()))
+        let peer = "of a connector".to_owned();
+        Self::start(policy, peer, Connector::by_function(move || connector().boxed()))
     }
 
-    fn start(policy: ReconnectPolicy, connector: Connector) -> Result<Self, NoRuntime> {
+    fn start(
+        policy: ReconnectPolicy,
+        peer: String,
+        connector: Connector,
+    ) -> Result<Self, NoRuntime> {
         let runtime = NoRuntime::or_timers()?;
-        let first = Published { state: ReconnectState::Connecting { attempt: 1 }, live: None };
+        let first =
+            Published { state: ReconnectState::Connecting { attempt: 1 }, connection: None };
         let shared =
-            Arc::new(Publisher { published: watch::Sender::new(first), now: Notify::new() });
-        let supervisor = Supervisor { shared: shared.clone(), policy, connector, generation: 0 };
+            Arc::new(Publisher { published: watch::Sender::new(first), retry: Notify::new() });
+        let supervisor =
+            Supervisor { shared: shared.clone(), policy, peer, connector, generation: 0 };
         let task = runtime.spawn(supervisor.run()).abort_handle();
         Ok(Self { shared, task })
     }
@@ -276,7 +283,7 @@ impl Reconnect {
         loop {
             {
                 let current = published.borrow_and_update();
-                match (&current.state, &current.live) {
+                match (&current.state, &current.connection) {
                     (ReconnectState::Failed(error), _) => return Err(error.clone()),
                     (ReconnectState::Closed, _) => return Err(ReconnectError::Closed),
                     // A connection with a reason has ended, but the task has not noticed it yet.
@@ -308,7 +315,7 @@ impl Reconnect {
 
     /// Ends the wait before the next attempt. Call it if you know that the peer can be reached.
     pub fn retry_now(&self) {
-        self.shared.now.notify_waiters();
+        self.shared.retry.notify_waiters();
     }
 
     /// Makes no further attempts, and closes the connection like [`Connection::close`].
@@ -322,9 +329,9 @@ impl Reconnect {
     /// From the first poll, no attempt is made. Dropping the future drops this handle of the
     /// connection.
     pub async fn close(&self) -> Result<(), MessageError> {
-        let live = self.shared.publish(ReconnectState::Closed, None);
+        let current = self.shared.publish(ReconnectState::Closed, None);
         self.task.abort();
-        match live {
+        match current {
             Some(connection) if connection.close_reason().is_none() => connection.close().await,
             _ => {
                 consume_budget().await;
@@ -388,27 +395,32 @@ fn states(published: watch::Receiver<Published>) -> impl Stream<Item = Reconnect
 
 struct Publisher {
     published: watch::Sender<Published>,
-    now: Notify,
+    /// Notified by [`Reconnect::retry_now`].
+    retry: Notify,
 }
 
 struct Published {
     state: ReconnectState,
-    live: Option<Connection>,
+    connection: Option<Connection>,
 }
 
 impl Publisher {
     /// Publishes a state, unless a final one was published. Returns the replaced connection, or
     /// the refused one, because its destructor must run without Tokio's lock.
-    fn publish(&self, state: ReconnectState, mut live: Option<Connection>) -> Option<Connection> {
+    fn publish(
+        &self,
+        state: ReconnectState,
+        mut connection: Option<Connection>,
+    ) -> Option<Connection> {
         self.published.send_if_modified(|published| {
             let open = !published.state.is_final();
             if open {
                 published.state = state;
-                std::mem::swap(&mut published.live, &mut live);
+                std::mem::swap(&mut published.connection, &mut connection);
             }
             open
         });
-        live
+        connection
     }
 }
 
@@ -425,6 +437,8 @@ where
 struct Supervisor {
     shared: Arc<Publisher>,
     policy: ReconnectPolicy,
+    /// Names the peer in logs.
+    peer: String,
     connector: Connector,
     generation: u64,
 }
@@ -444,7 +458,8 @@ impl Supervisor {
             Ok(error) => error,
             Err(panic) => panicked(panic),
         };
-        rdma_provider::warn!(%error, generations = self.generation, "stopped connecting");
+        let (peer, generations) = (&self.peer, self.generation);
+        rdma_provider::warn!(peer, generations, %error, "stopped connecting");
         self.shared.publish(ReconnectState::Failed(error), None);
     }
 
@@ -457,7 +472,7 @@ impl Supervisor {
             let cause = match self.attempt(since, &mut attempts, last.as_ref()).await {
                 Ok(connection) => {
                     let connected = Instant::now();
-                    let reason = self.live(connection).await;
+                    let reason = self.until_ended(connection).await;
                     let cause = ReconnectCause::Lost { generation: self.generation, reason };
                     if !allows_another(reason) {
                         return ReconnectError::Permanent { cause, attempts };
@@ -508,10 +523,10 @@ impl Supervisor {
         }
     }
 
-    async fn live(&mut self, connection: Connection) -> CloseReason {
+    async fn until_ended(&mut self, connection: Connection) -> CloseReason {
         self.generation += 1;
-        let generation = self.generation;
-        rdma_provider::debug!(generation, ?connection, "connected");
+        let (peer, generation) = (&self.peer, self.generation);
+        rdma_provider::debug!(peer, generation, ?connection, "connected");
         let state = ReconnectState::Connected { generation };
         self.connector.watch(&connection);
         self.shared.publish(state, Some(connection.clone()));
@@ -519,18 +534,19 @@ impl Supervisor {
     }
 
     async fn wait(&mut self, delay: Duration, cause: ReconnectCause, is_news: bool) -> bool {
+        let peer = &self.peer;
         if is_news {
-            rdma_provider::info!(%cause, ?delay, "connecting again after a delay");
+            rdma_provider::info!(peer, %cause, ?delay, "connecting again after a delay");
         } else {
-            rdma_provider::debug!(%cause, ?delay, "connecting again after a delay");
+            rdma_provider::debug!(peer, %cause, ?delay, "connecting again after a delay");
         }
-        let mut now = pin!(self.shared.now.notified());
+        let mut retried = pin!(self.shared.retry.notified());
         // Enabled before the state is published, so that `retry_now` ends this wait.
-        now.as_mut().enable();
+        retried.as_mut().enable();
         self.shared.publish(ReconnectState::Waiting { delay, cause: cause.clone() }, None);
         let start = Instant::now();
         let (delayed, changed) = (pin!(sleep(delay)), pin!(self.connector.device_changed()));
-        let mut ended = select(now, delayed);
+        let mut ended = select(retried, delayed);
         if let Either::Right(_) = select(changed, &mut ended).await {
             return false;
         }
