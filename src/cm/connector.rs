@@ -17,7 +17,7 @@ use super::connection::CmConnection;
 use super::endpoint::{Endpoint, FailUnlessConnected, with_deadline};
 use super::error::{ConnectError, ConnectStep};
 use super::keepalive::Keepalive;
-use super::path::{Path, Reads, make_ready};
+use super::path::{LocalSource, Reads, make_ready};
 use super::router::Router;
 
 /// Connects to the first of the addresses that answers.
@@ -175,15 +175,16 @@ async fn resolve_one(
     if route.device != device.name() {
         return Err(ConnectError::OtherDevice { address, device: route.device.into_owned() });
     }
-    let (path, destination) = (Path::find(device, endpoint.id(), &route)?, route.destination);
-    Ok(Route { endpoint, path, destination, address })
+    let (local_source, destination) =
+        (LocalSource::find(device, endpoint.id(), &route)?, route.destination);
+    Ok(Route { endpoint, local_source, destination, address })
 }
 
 /// A route to a listener, found by [`resolve`].
 #[derive(Debug)]
 pub struct Route {
     endpoint: Endpoint,
-    path: Path,
+    local_source: LocalSource,
     destination: Gid,
     address: SocketAddr,
 }
@@ -199,19 +200,19 @@ impl Route {
     /// route. A [path](QueuePairBuilder::path) with another partition is then refused.
     #[must_use]
     pub fn prepare(&self, builder: QueuePairBuilder) -> QueuePairBuilder {
-        self.path.prepare(builder)
+        self.local_source.prepare(builder)
     }
 
     /// Returns the local port of the route.
     #[must_use]
     pub const fn port(&self) -> PortNum {
-        self.path.port
+        self.local_source.port
     }
 
     /// Returns the index of the source GID in that port's table.
     #[must_use]
     pub const fn gid_index(&self) -> u8 {
-        self.path.entry.index
+        self.local_source.entry.index
     }
 
     /// Returns the peer's GID.
@@ -248,13 +249,13 @@ impl Route {
         queue_pair: &QueuePair,
         config: &ConnectConfig,
     ) -> Result<CmConnection, ConnectError> {
-        let Self { endpoint, path, address, .. } = self;
+        let Self { endpoint, local_source, address, .. } = self;
         endpoint.router.watch()?;
         let device = endpoint.router.device.clone();
         let private_data = config.checked(MAX_REQUEST_DATA)?;
         let misfit = |error| ConnectError::from(error).during(ConnectStep::Prepare, address);
-        path.check(&device, queue_pair).map_err(misfit)?;
-        path.join_partition(queue_pair, config).map_err(misfit)?;
+        local_source.check(&device, queue_pair).map_err(misfit)?;
+        local_source.join_partition(queue_pair, config).map_err(misfit)?;
         Keepalive::check(config.keepalive, config.retries.timeout, queue_pair).map_err(misfit)?;
         let guard = FailUnlessConnected::new(queue_pair);
         let reads = Reads::of(&device, config)?;
@@ -280,8 +281,10 @@ impl Route {
         })
         .await
         .map_err(|error| error.through(&device))?;
-        let local =
-            endpoint.id().local_addr().unwrap_or(SocketAddr::new(path.entry.gid.to_ip(), 0));
+        let local = endpoint
+            .id()
+            .local_addr()
+            .unwrap_or(SocketAddr::new(local_source.entry.gid.to_ip(), 0));
         let (addresses, data) = ((local, address), peer.private_data);
         let connection = CmConnection::new(endpoint, data, addresses, config, queue_pair)?;
         guard.connected();

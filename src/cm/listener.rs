@@ -26,7 +26,7 @@ use super::endpoint::{Endpoint, FailUnlessConnected, on_blocking_thread, with_de
 use super::error::{ConnectError, ConnectStep};
 use super::inbox::{Inbox, TakeRequests};
 use super::keepalive::Keepalive;
-use super::path::{Path, Reads, make_ready};
+use super::path::{LocalSource, Reads, make_ready};
 use super::router::Router;
 use crate::clock::{self, Sleep};
 
@@ -195,11 +195,18 @@ impl Listener {
                 continue;
             };
             let source = route.destination;
-            match Path::find(device, endpoint.id(), &route) {
-                Ok(path) => {
+            match LocalSource::find(device, endpoint.id(), &route) {
+                Ok(local_source) => {
                     let local = endpoint.id().local_addr().unwrap_or(self.address);
                     let address = address.unwrap_or(SocketAddr::new(source.to_ip(), 0));
-                    return Ok(ConnectionRequest { endpoint, peer, path, source, local, address });
+                    return Ok(ConnectionRequest {
+                        endpoint,
+                        peer,
+                        local_source,
+                        source,
+                        local,
+                        address,
+                    });
                 }
                 Err(error) => {
                     rdma_provider::warn!(
@@ -429,7 +436,7 @@ impl TakeRequests for Incoming {
 pub struct ConnectionRequest {
     endpoint: Endpoint,
     peer: CmPeer,
-    path: Path,
+    local_source: LocalSource,
     source: Gid,
     local: SocketAddr,
     address: SocketAddr,
@@ -463,13 +470,13 @@ impl ConnectionRequest {
     /// Returns the port on which the request arrived.
     #[must_use]
     pub const fn port(&self) -> PortNum {
-        self.path.port
+        self.local_source.port
     }
 
     /// Returns the index of the destination GID in that port's table.
     #[must_use]
     pub const fn gid_index(&self) -> u8 {
-        self.path.entry.index
+        self.local_source.entry.index
     }
 
     /// Returns the request's private data. Requests do not carry its length (IBTA 12.6.5), so it is
@@ -495,7 +502,7 @@ impl ConnectionRequest {
     /// of the request, unless its [path](QueuePairBuilder::path) names one.
     #[must_use]
     pub fn prepare(&self, builder: QueuePairBuilder) -> QueuePairBuilder {
-        self.path.prepare(builder).number(self.reserved())
+        self.local_source.prepare(builder).number(self.reserved())
     }
 
     /// Lets the provider answer this request, see [`Listener::answer`]. Returns true if it does;
@@ -532,13 +539,13 @@ impl ConnectionRequest {
         queue_pair: &QueuePair,
         config: &ConnectConfig,
     ) -> Result<CmConnection, ConnectError> {
-        let Self { endpoint, peer, path, local, address, .. } = self;
+        let Self { endpoint, peer, local_source, local, address, .. } = self;
         endpoint.router.watch()?;
         let private_data = config.checked(MAX_RESPONSE_DATA)?;
         let device = endpoint.router.device.clone();
         let misfit = |error| ConnectError::from(error).during(ConnectStep::Prepare, address);
-        path.check(&device, queue_pair).map_err(misfit)?;
-        path.join_partition(queue_pair, config).map_err(misfit)?;
+        local_source.check(&device, queue_pair).map_err(misfit)?;
+        local_source.join_partition(queue_pair, config).map_err(misfit)?;
         Keepalive::check(config.keepalive, config.retries.timeout, queue_pair).map_err(misfit)?;
         let guard = FailUnlessConnected::new(queue_pair);
         let reads = Reads::of(&device, config)?.agreed(&peer);
@@ -620,7 +627,7 @@ impl fmt::Debug for ConnectionRequest {
         f.debug_struct("ConnectionRequest")
             .field("peer", &self.address)
             .field("local", &self.local)
-            .field("path", &self.path)
+            .field("local_source", &self.local_source)
             .finish_non_exhaustive()
     }
 }

@@ -12,7 +12,7 @@ use super::config::ConnectConfig;
 use super::error::ConnectError;
 
 #[derive(Debug, Clone)]
-pub(super) struct Path {
+pub(super) struct LocalSource {
     pub(super) port: PortNum,
     attr: Arc<PortAttr>,
     pub(super) entry: GidEntry,
@@ -20,7 +20,7 @@ pub(super) struct Path {
     pkey_index: Option<u16>,
 }
 
-impl Path {
+impl LocalSource {
     pub(super) fn find(
         device: &Device,
         id: &CmId,

@@ -211,6 +211,9 @@ pub struct AddressVector {
 }
 
 impl AddressVector {
+    /// The hop limit of [`new`](Self::new), rdma_cm and Linux. 1 would stop at the first router.
+    pub const DEFAULT_HOP_LIMIT: u8 = 64;
+
     /// Creates a route with hop limit 64 and all optional fields 0.
     #[must_use]
     pub const fn new(port: PortNum, sgid_index: u8, dgid: Gid) -> Self {
@@ -220,8 +223,7 @@ impl AddressVector {
             sgid_index,
             dlid: 0,
             service_level: 0,
-            // The default of rdma_cm and IP. 1 would stop at the first router.
-            hop_limit: 64,
+            hop_limit: Self::DEFAULT_HOP_LIMIT,
             traffic_class: 0,
             flow_label: 0,
             static_rate: StaticRate::PORT,

@@ -7,7 +7,7 @@ use rdma_provider::types::{
     AckTimeout, AddressVector, Gid, Mtu, Psn, QpAttr, QpState, Qpn, RnrTimer,
 };
 
-use super::message::{CommId, Message, Rep, Req, Traffic};
+use super::message::{CommId, Message, PathFields, Rep, Req};
 use crate::net::node::PORT;
 
 /// The state in the handshake (IBTA 12.9.5, without states that RoCE and rdma_cm do not use).
@@ -84,7 +84,7 @@ pub(super) struct Connection {
     pub(super) mtu: Mtu,
     /// The P_Key of the active side.
     pub(super) pkey: u16,
-    pub(super) traffic: Traffic,
+    pub(super) path: PathFields,
     pub(super) ack_timeout: AckTimeout,
     /// Retransmission timeout of a REP in nanoseconds, and retry limit.
     pub(super) response_timeout: u64,
@@ -129,7 +129,7 @@ impl Connection {
             rnr_retry: req.rnr_retry,
             mtu: req.mtu,
             pkey: req.pkey,
-            traffic: req.traffic,
+            path: req.path,
             ack_timeout: req.ack_timeout,
             response_timeout,
             retries: req.max_retries & 15,
@@ -173,9 +173,9 @@ impl Connection {
         match state {
             QpState::Rtr => Some(QpAttr {
                 address: Some(AddressVector {
-                    service_level: self.traffic.service_level,
-                    traffic_class: self.traffic.traffic_class,
-                    flow_label: self.traffic.flow_label,
+                    service_level: self.path.service_level,
+                    traffic_class: self.path.traffic_class,
+                    flow_label: self.path.flow_label,
                     // The hop limit stays the default: the peer does not know the distance.
                     ..AddressVector::new(PORT, 0, self.peer)
                 }),

@@ -18,7 +18,7 @@ use siphasher::sip::SipHasher13;
 use super::connection::{Connection, State};
 use super::limits::{Answers, Evictable, HalfOpen, SCARCE_RETRIES, SCARCE_TIMEOUT};
 use super::message::{
-    About, CmTimeout, CommId, Dreq, Mad, Message, Mra, Private, Rej, Rep, Req, Rtu, Traffic,
+    About, CmTimeout, CommId, Dreq, Mad, Message, Mra, PathFields, Private, Rej, Rep, Req, Rtu,
 };
 
 /// The first retransmission timeout of a REQ or DREQ: 268 ms, far above scheduling delays. It
@@ -221,7 +221,7 @@ impl Machine {
             pkey: to.pkey,
             local_gid: self.gid,
             remote_gid: to.gid,
-            traffic: Traffic::PLAIN,
+            path: PathFields::PLAIN,
             ack_timeout: PEER_ACK_TIMEOUT,
             source: to.local,
             destination: to.peer.ip(),
@@ -248,7 +248,7 @@ impl Machine {
             rnr_retry: params.rnr_retry,
             mtu: to.mtu,
             pkey: to.pkey,
-            traffic: Traffic::PLAIN,
+            path: PathFields::PLAIN,
             ack_timeout: ACK_TIMEOUT,
             response_timeout: RESPONSE_TIMEOUT.nanoseconds(),
             retries: MAX_RETRIES,

@@ -10,8 +10,8 @@ use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
 use rdma_provider::types::{AckTimeout, Gid, Mtu, Psn, Qkey, Qpn, RejectReason};
 
 use super::message::{
-    About, CmTimeout, CommId, Drep, Dreq, Mad, Message, Mra, Private, Rej, Rep, Req, Rtu, SidrRep,
-    SidrReq, SidrStatus, Traffic,
+    About, CmTimeout, CommId, Drep, Dreq, Mad, Message, Mra, PathFields, Private, Rej, Rep, Req,
+    Rtu, SidrRep, SidrReq, SidrStatus,
 };
 use crate::roce::partition::DEFAULT_PKEY;
 
@@ -285,8 +285,8 @@ fn encode_request(req: &Req, mad: &mut Bytes) -> u16 {
     put(mad, req::LIDS, NO_LID.to_be_bytes());
     put(mad, req::LOCAL_GID, req.local_gid.0);
     put(mad, req::REMOTE_GID, req.remote_gid.0);
-    let Traffic { flow_label, traffic_class, service_level, hop_limit, rate, subnet_local } =
-        req.traffic;
+    let PathFields { flow_label, traffic_class, service_level, hop_limit, rate, subnet_local } =
+        req.path;
     put(mad, req::FLOW_LABEL, (flow_label << 12 | u32::from(rate & 63)).to_be_bytes());
     mad[req::TRAFFIC_CLASS] = traffic_class;
     mad[req::HOP_LIMIT] = hop_limit;
@@ -330,7 +330,7 @@ fn decode_request(mad: &Bytes) -> Result<Req, RejectReason> {
         pkey: u16::from_be_bytes(get(mad, req::PKEY)),
         local_gid: Gid(get(mad, req::LOCAL_GID)),
         remote_gid: Gid(get(mad, req::REMOTE_GID)),
-        traffic: Traffic {
+        path: PathFields {
             flow_label: flow >> 12,
             traffic_class: mad[req::TRAFFIC_CLASS],
             service_level: level >> 4,

@@ -7,7 +7,7 @@
 use std::net::{IpAddr, SocketAddr};
 
 use rdma_provider::cm_contract::{MAX_REJECT_DATA, MAX_REQUEST_DATA, MAX_RESPONSE_DATA};
-use rdma_provider::types::{AckTimeout, Gid, Mtu, Psn, Qkey, Qpn, RejectReason};
+use rdma_provider::types::{AckTimeout, AddressVector, Gid, Mtu, Psn, Qkey, Qpn, RejectReason};
 
 const RESOLVE_DATA: usize = 216;
 const RESOLVED_DATA: usize = 136;
@@ -102,7 +102,7 @@ pub(super) struct Req {
     pub(super) pkey: u16,
     pub(super) local_gid: Gid,
     pub(super) remote_gid: Gid,
-    pub(super) traffic: Traffic,
+    pub(super) path: PathFields,
     pub(super) ack_timeout: AckTimeout,
     /// The addresses are sent in rdma_cm's IP header, which precedes the private data.
     pub(super) source: SocketAddr,
@@ -112,7 +112,7 @@ pub(super) struct Req {
 
 /// Attributes of the primary path, except for its addresses, MTU and timeout.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) struct Traffic {
+pub(super) struct PathFields {
     /// 20 bits. Linux derives the UDP source port from it.
     pub(super) flow_label: u32,
     pub(super) traffic_class: u8,
@@ -124,12 +124,12 @@ pub(super) struct Traffic {
     pub(super) subnet_local: bool,
 }
 
-impl Traffic {
+impl PathFields {
     pub(super) const PLAIN: Self = Self {
         flow_label: 0,
         traffic_class: 0,
         service_level: 0,
-        hop_limit: 64,
+        hop_limit: AddressVector::DEFAULT_HOP_LIMIT,
         rate: 0,
         subnet_local: false,
     };

@@ -136,7 +136,7 @@ impl QpInner {
         while let Some(outgoing) = sender.machine.next_packet(&here.keys, &mut gather, &mut out) {
             let Some(header) = sender.machine.header() else { return false };
             let payload = payload_of(&sender.machine, &outgoing, &gather);
-            outbox.mark(outgoing.to.marking);
+            outbox.set_ip_fields(outgoing.to.ip_fields);
             outbox.push_framed(&(outgoing.packet, header), outgoing.to.gid, &payload);
             budget.spend(payload.len());
             gather.clear();

@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use crate::dc::{Framed, Header};
 use crate::memory::dma::Payload;
-use crate::roce::marking::Marking;
+use crate::roce::ip_fields::IpFields;
 use crate::roce::packet::Packet;
 use rdma_provider::types::{Gid, Transport};
 
@@ -16,17 +16,17 @@ use crate::net::udp::Batch;
 pub(crate) struct Outbox<'a> {
     device: &'a Arc<DeviceInner>,
     batch: Option<Batch>,
-    marking: Marking,
+    ip_fields: IpFields,
 }
 
 impl<'a> Outbox<'a> {
     pub(crate) fn new(device: &'a Arc<DeviceInner>) -> Self {
-        Self { device, batch: None, marking: Marking::default() }
+        Self { device, batch: None, ip_fields: IpFields::default() }
     }
 
     /// Marks the packets that are pushed next.
-    pub(crate) const fn mark(&mut self, marking: Marking) {
-        self.marking = marking;
+    pub(crate) const fn set_ip_fields(&mut self, ip_fields: IpFields) {
+        self.ip_fields = ip_fields;
     }
 
     /// Returns true if dropping it sends nothing.
@@ -76,7 +76,7 @@ impl<'a> Outbox<'a> {
         if !batch.has_capacity() {
             endpoint.send(batch);
         }
-        endpoint.push(batch, (to, self.marking), write);
+        endpoint.push(batch, (to, self.ip_fields), write);
     }
 }
 

@@ -449,7 +449,7 @@ impl QpInner {
             };
             let payload = payload_of(&sender.machine, &outgoing, &gather);
             let to = if self.transport() == Transport::Ud { outgoing.to } else { sender.peer_at };
-            outbox.mark(to.marking);
+            outbox.set_ip_fields(to.ip_fields);
             outbox.push(&outgoing.packet, to.gid, &payload);
             budget.spend(payload.len());
             if let Some((pace, now)) = pace {
@@ -541,7 +541,7 @@ impl QpInner {
         let to = receiver.machine.config.peer_gid;
         let mut out = ReceiveSide { qp: self, deferred };
         let mut outbox = Outbox::new(&self.device);
-        outbox.mark(receiver.marking);
+        outbox.set_ip_fields(receiver.ip_fields);
         let mut budget = Budget::slice();
         let mut gather = Gather::new();
         while let Some(reply) =

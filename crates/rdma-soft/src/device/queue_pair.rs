@@ -19,7 +19,7 @@ use super::deferred::Deferred;
 use super::events::Events;
 use super::shared_receive_queue::SrqInner;
 use crate::net::udp::WindowSlot;
-use crate::roce::marking::Marking;
+use crate::roce::ip_fields::IpFields;
 use crate::roce::requester::{Destination, Requester, SendCompletions, SendCounters};
 use crate::roce::responder::{ReceiveCounters, ReceiveWqe, Receiver, Responder};
 
@@ -96,7 +96,7 @@ pub(crate) struct ReceiverHalf {
     /// A connection until its peer's first accepted request. The peer has not confirmed it, or may
     /// send before this queue pair is ready.
     pub(crate) unconfirmed: Option<u32>,
-    pub(crate) marking: Marking,
+    pub(crate) ip_fields: IpFields,
 }
 
 pub(crate) struct SendSide<'a> {

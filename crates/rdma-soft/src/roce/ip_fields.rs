@@ -2,26 +2,23 @@
 
 use rdma_provider::types::AddressVector;
 
-/// The hop limit of [`AddressVector::new`], and of Linux unless configured otherwise.
-const HOP_LIMIT: u8 = 64;
-
 /// Traffic class and hop limit of a packet.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) struct Marking {
+pub(crate) struct IpFields {
     pub(crate) traffic_class: u8,
     pub(crate) hop_limit: u8,
 }
 
-impl Default for Marking {
+impl Default for IpFields {
     fn default() -> Self {
-        Self { traffic_class: 0, hop_limit: HOP_LIMIT }
+        Self { traffic_class: 0, hop_limit: AddressVector::DEFAULT_HOP_LIMIT }
     }
 }
 
-impl Marking {
+impl IpFields {
     pub(crate) fn of(address: &AddressVector) -> Self {
+        let plain = Self { traffic_class: address.traffic_class, ..Self::default() };
         // Programs that set only what they need leave 0, which the kernel refuses.
-        let hop_limit = if address.hop_limit == 0 { HOP_LIMIT } else { address.hop_limit };
-        Self { traffic_class: address.traffic_class, hop_limit }
+        if address.hop_limit == 0 { plain } else { Self { hop_limit: address.hop_limit, ..plain } }
     }
 }

@@ -4,7 +4,7 @@
 //! packets, time and random numbers; their outputs are packets, deadlines and completions.
 
 pub(crate) mod icrc;
-pub(crate) mod marking;
+pub(crate) mod ip_fields;
 pub(crate) mod packet;
 pub(crate) mod partition;
 pub(crate) mod requester;

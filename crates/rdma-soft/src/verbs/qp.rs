@@ -26,7 +26,7 @@ use crate::device::events::Events;
 use crate::device::pump::Budget;
 use crate::device::queue_pair::{QpInner, ReceiveSide, ReceiverHalf, Sender, state_of};
 use crate::net::node::PORT;
-use crate::roce::marking::Marking;
+use crate::roce::ip_fields::IpFields;
 use crate::roce::partition::DEFAULT_PKEY;
 use crate::roce::requester::{Destination, Flow, Requester, SendConfig, SendCounters};
 use crate::roce::responder::{ReceiveConfig, ReceiveCounters, Responder};
@@ -142,7 +142,7 @@ pub(crate) fn create(
                 machine: Responder::new(receive),
                 replying: false,
                 unconfirmed,
-                marking: Marking::default(),
+                ip_fields: IpFields::default(),
             }),
         })
     })?;

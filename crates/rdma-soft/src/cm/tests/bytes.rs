@@ -5,8 +5,8 @@ use rdma_provider::types::{AckTimeout, Mtu, Psn, Qkey, RejectReason};
 use super::super::fuzzing;
 use super::super::mad::MadError;
 use super::super::message::{
-    About, CmTimeout, Drep, Dreq, Mra, Private, Rej, Rep, Req, Rtu, SidrRep, SidrReq, SidrStatus,
-    Traffic,
+    About, CmTimeout, Drep, Dreq, Mra, PathFields, Private, Rej, Rep, Req, Rtu, SidrRep, SidrReq,
+    SidrStatus,
 };
 use super::*;
 
@@ -100,7 +100,7 @@ fn fields_of_captured_handshake_match_linux() {
         pkey: 0xffff,
         local_gid: Gid::from(std::net::Ipv4Addr::new(10, 9, 0, 1)),
         remote_gid: Gid::from(std::net::Ipv4Addr::new(10, 9, 0, 2)),
-        traffic: Traffic { flow_label: 0x321ee, ..Traffic::PLAIN },
+        path: PathFields { flow_label: 0x321ee, ..PathFields::PLAIN },
         ack_timeout: AckTimeout::from_code(19),
         source: "10.9.0.1:40216".parse().unwrap(),
         destination: [10, 9, 0, 2].into(),
@@ -150,7 +150,7 @@ fn every_message() -> Vec<Message> {
             pkey: 0x8001,
             local_gid: gid(1),
             remote_gid: gid(101),
-            traffic: Traffic {
+            path: PathFields {
                 flow_label: 0xf_fffe,
                 traffic_class: 0xa5,
                 service_level: 15,

@@ -6,7 +6,7 @@ use rdma_provider::types::{AckTimeout, RejectReason};
 
 use super::super::machine::{MAX_RETRIES, RESPONSE_TIMEOUT};
 use super::super::message::{
-    About, CmTimeout, Drep, Dreq, Mra, Private, Rej, Rep, Req, Rtu, Traffic,
+    About, CmTimeout, Drep, Dreq, Mra, PathFields, Private, Rej, Rep, Req, Rtu,
 };
 use super::*;
 
@@ -202,7 +202,7 @@ fn hostile(seed: u64) {
                 pkey: random.u16(..),
                 local_gid: A,
                 remote_gid: B,
-                traffic: Traffic { flow_label: random.u32(..), ..Traffic::PLAIN },
+                path: PathFields { flow_label: random.u32(..), ..PathFields::PLAIN },
                 ack_timeout: AckTimeout::from_code(random.u8(..)),
                 source: address(1, random.u16(..)),
                 destination: address(2, 0).ip(),

@@ -8,7 +8,7 @@ use super::super::limits::{MAX_HALF_OPEN, MAX_HALF_OPEN_PER_PEER, SCARCE_RETRIES
 use super::super::machine::{
     FIRST_WAIT, LONGEST_WAIT, MAX_DREQS, MAX_RETRIES, PEER_ACK_TIMEOUT, RESPONSE_TIMEOUT, backoff,
 };
-use super::super::message::{About, CmTimeout, Drep, Dreq, Mra, Private, Rej, Req, Traffic};
+use super::super::message::{About, CmTimeout, Drep, Dreq, Mra, PathFields, Private, Rej, Req};
 use super::*;
 
 fn nanoseconds(time: Duration) -> u64 {
@@ -763,7 +763,7 @@ fn passive_side_uses_traffic_fields_of_the_req() {
     pair.connect(0x100);
     let mut mad = Out::of(&mut pair.a).sent.remove(0).1;
     let Message::Req(request) = &mut mad.message else { panic!() };
-    request.traffic = Traffic {
+    request.path = PathFields {
         flow_label: 0x5_4321,
         traffic_class: 0xb8,
         service_level: 3,

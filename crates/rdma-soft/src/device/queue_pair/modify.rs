@@ -10,7 +10,7 @@ use super::{QpInner, ReceiveSide, ReceiverHalf, SendSide, Sender, state_of};
 use crate::device::deferred::Deferred;
 use crate::device::pump::Budget;
 use crate::net::node::PORT;
-use crate::roce::marking::Marking;
+use crate::roce::ip_fields::IpFields;
 
 /// Maximum of the three-bit retry counters.
 const MAX_RETRY: u8 = 7;
@@ -101,8 +101,8 @@ impl QpInner {
             receive.peer_gid = address.dgid;
             new_path = sender.window_slot.is_none() || sender.peer_at.gid != address.dgid;
             sender.peer_at.gid = address.dgid;
-            let marking = Marking::of(&address);
-            (sender.peer_at.marking, receiver.marking) = (marking, marking);
+            let ip_fields = IpFields::of(&address);
+            (sender.peer_at.ip_fields, receiver.ip_fields) = (ip_fields, ip_fields);
         }
         sender.peer = None;
         if let Some(mtu) = attr.path_mtu {

@@ -5,7 +5,7 @@ use std::ops::Range;
 
 use super::peer_link::{MAX_PACKETS, WINDOW};
 use crate::roce::icrc::Header;
-use crate::roce::marking::Marking;
+use crate::roce::ip_fields::IpFields;
 
 /// Maximum bytes of a message, less headers.
 const MESSAGE: usize = 65_000;
@@ -23,7 +23,7 @@ const SEGMENTS: u16 = 64;
 #[derive(Debug)]
 pub(super) struct Group {
     pub(super) to: SocketAddr,
-    pub(super) marking: Marking,
+    pub(super) ip_fields: IpFields,
     bytes: Range<usize>,
     pub(super) segment: usize,
     pub(super) count: u16,
@@ -71,7 +71,7 @@ impl Batch {
         self.bytes.extend_from_slice(image);
         self.groups.push(Group {
             to,
-            marking: Marking::default(),
+            ip_fields: IpFields::default(),
             bytes: start..self.bytes.len(),
             segment: image.len(),
             count: 1,
@@ -82,7 +82,7 @@ impl Batch {
     pub(super) fn push(
         &mut self,
         header: &Header,
-        (to, marking): (SocketAddr, Marking),
+        (to, ip_fields): (SocketAddr, IpFields),
         join: bool,
         write: impl FnOnce(&mut Vec<u8>),
     ) {
@@ -93,7 +93,7 @@ impl Batch {
         let open = |group: &Group| {
             let full = group.bytes.len() == group.segment * usize::from(group.count);
             let fits = group.count < SEGMENTS && group.bytes.len() + length <= MESSAGE;
-            let same = (group.to, group.marking) == (to, marking);
+            let same = (group.to, group.ip_fields) == (to, ip_fields);
             join && same && full && fits && length <= group.segment
         };
         let joined = self.groups.last_mut().filter(|group| open(group));
@@ -108,7 +108,7 @@ impl Batch {
             }
             None => self.groups.push(Group {
                 to,
-                marking,
+                ip_fields,
                 bytes: start..end,
                 segment: length,
                 count: 1,
@@ -131,7 +131,7 @@ mod tests {
         };
         let to: SocketAddr = "127.0.0.2:2".parse().unwrap();
         let other: SocketAddr = "127.0.0.3:2".parse().unwrap();
-        let plain = Marking::default();
+        let plain = IpFields::default();
         let shape = |packets: &[(SocketAddr, usize)], join| {
             let mut batch = Batch::new();
             for &(to, length) in packets {
@@ -165,8 +165,8 @@ mod tests {
         );
         let mut batch = Batch::new();
         for traffic_class in [0, 104, 104] {
-            let marking = Marking { traffic_class, ..plain };
-            batch.push(&header, (to, marking), true, |out| out.extend_from_slice(&[0; 12]));
+            let ip_fields = IpFields { traffic_class, ..plain };
+            batch.push(&header, (to, ip_fields), true, |out| out.extend_from_slice(&[0; 12]));
         }
         assert_eq!(batch.groups().iter().map(|group| group.count).collect::<Vec<_>>(), [1, 2]);
     }

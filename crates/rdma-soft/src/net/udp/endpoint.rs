@@ -21,7 +21,7 @@ use crate::net::faults::LinkCounters;
 use crate::net::node::{Arrival, Node};
 use crate::net::scheduler::Scheduler;
 use crate::net::udp::interface::{mtu_at, scope_of};
-use crate::roce::marking::Marking;
+use crate::roce::ip_fields::IpFields;
 use crate::roce::packet::Packet;
 use rdma_provider::types::{Gid, Mtu};
 
@@ -226,11 +226,11 @@ impl Endpoint {
     pub(crate) fn push(
         &self,
         batch: &mut Batch,
-        (to, marking): (Gid, Marking),
+        (to, ip_fields): (Gid, IpFields),
         write: impl FnOnce(&mut Vec<u8>),
     ) {
         let (header, address) = self.header_to(to);
-        batch.push(&header, (address, marking), self.cuts.load(Ordering::Relaxed), write);
+        batch.push(&header, (address, ip_fields), self.cuts.load(Ordering::Relaxed), write);
     }
 
     /// Appends the ICRC of a single packet.

@@ -17,7 +17,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use libc::{c_int, c_short, c_void, sockaddr_in, sockaddr_in6, sockaddr_storage, socklen_t};
 
 use super::batch::{Batch, GROUPS, Group};
-use crate::roce::marking::Marking;
+use crate::roce::ip_fields::IpFields;
 
 /// Maximum messages per receive.
 const MESSAGES: usize = 16;
@@ -473,7 +473,7 @@ fn write_controls(group: &Group, message: &mut libc::msghdr, controls: &mut Send
         let kind = (libc::SOL_UDP, libc::UDP_SEGMENT);
         write_control(message, controls, kind, group.segment as u16);
     }
-    let (plain, Marking { traffic_class, hop_limit }) = (Marking::default(), group.marking);
+    let (plain, IpFields { traffic_class, hop_limit }) = (IpFields::default(), group.ip_fields);
     let (class_kind, hops_kind) = if group.to.is_ipv4() {
         ((libc::IPPROTO_IP, libc::IP_TOS), (libc::IPPROTO_IP, libc::IP_TTL))
     } else {
@@ -582,7 +582,7 @@ mod tests {
         let mut batch = Batch::new();
         for (at, &length) in lengths.iter().enumerate() {
             assert!(batch.has_capacity());
-            let to = (to.local(), Marking::default());
+            let to = (to.local(), IpFields::default());
             batch.push(&header, to, true, |out| out.extend(std::iter::repeat_n(at as u8, length)));
         }
         from.send(&batch).unwrap();
@@ -614,7 +614,7 @@ mod tests {
     }
 
     /// Receives a datagram, and returns its traffic class and hop limit.
-    fn receive_marking(socket: &Socket) -> Marking {
+    fn receive_ip_fields(socket: &Socket) -> IpFields {
         let (mut bytes, mut controls) = ([0_u8; 64 << 10], [0_u64; 16]);
         let mut vector = libc::iovec { iov_base: bytes.as_mut_ptr().cast(), iov_len: bytes.len() };
         socket.poll(-1).unwrap();
@@ -643,7 +643,7 @@ mod tests {
                 }
                 header = libc::CMSG_NXTHDR(&raw const message, header);
             }
-            Marking { traffic_class: class.unwrap(), hop_limit: hops.unwrap() }
+            IpFields { traffic_class: class.unwrap(), hop_limit: hops.unwrap() }
         }
     }
 
@@ -668,23 +668,23 @@ mod tests {
                 destination: ip,
                 destination_port: to.local().port(),
             };
-            let plain = Marking::default();
-            let markings = [
+            let plain = IpFields::default();
+            let cases = [
                 plain,
-                Marking { traffic_class: 104, ..plain },
-                Marking { traffic_class: 184, hop_limit: 8 },
-                Marking { hop_limit: 255, ..plain },
+                IpFields { traffic_class: 104, ..plain },
+                IpFields { traffic_class: 184, hop_limit: 8 },
+                IpFields { hop_limit: 255, ..plain },
             ];
-            for marking in markings {
+            for ip_fields in cases {
                 // Alone, and with a segment size.
                 for count in [1, 3] {
                     let mut batch = Batch::new();
                     for _ in 0..count {
-                        let path = (to.local(), marking);
+                        let path = (to.local(), ip_fields);
                         batch.push(&header, path, true, |out| out.extend_from_slice(&[7; 12]));
                     }
                     from.send(&batch).unwrap();
-                    assert_eq!(receive_marking(&to), marking);
+                    assert_eq!(receive_ip_fields(&to), ip_fields);
                     while to.is_readable() {
                         to.receive(&mut Inbox::new(), false).unwrap();
                     }

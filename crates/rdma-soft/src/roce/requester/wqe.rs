@@ -7,7 +7,7 @@ use rdma_provider::types::{
 
 use crate::memory::dma::Gather;
 use crate::memory::keys::Keys;
-use crate::roce::marking::Marking;
+use crate::roce::ip_fields::IpFields;
 use crate::roce::packet::{AtomicOp, Body, Part, Reth, Tail};
 
 use super::{MAX_MESSAGE, SendConfig};
@@ -19,20 +19,20 @@ pub(crate) struct Destination {
     pub(crate) qpn: Qpn,
     pub(crate) qkey: Qkey,
     pub(crate) key: Option<DcKey>,
-    pub(crate) marking: Marking,
+    pub(crate) ip_fields: IpFields,
 }
 
 impl Destination {
     pub(super) fn of(target: &SendTarget<'_>) -> Self {
         match target {
             SendTarget::Datagram(to) => {
-                let marking = Marking::of(to.address);
-                Self { gid: to.address.dgid, qpn: to.qpn, qkey: to.qkey, key: None, marking }
+                let ip_fields = IpFields::of(to.address);
+                Self { gid: to.address.dgid, qpn: to.qpn, qkey: to.qkey, key: None, ip_fields }
             }
             SendTarget::Dc(to) => {
-                let marking = Marking::of(to.address);
+                let ip_fields = IpFields::of(to.address);
                 let key = Some(to.key);
-                Self { gid: to.address.dgid, qpn: to.number, qkey: Qkey(0), key, marking }
+                Self { gid: to.address.dgid, qpn: to.number, qkey: Qkey(0), key, ip_fields }
             }
         }
     }
