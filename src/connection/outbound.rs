@@ -6,7 +6,7 @@ use std::task::{Context, Poll, Waker};
 use bytes::Bytes;
 use rdma_message_proto::frame::{Header, Kind};
 use rdma_message_proto::handshake::Service;
-use rdma_message_proto::sending::{Blocked, FlushPoint, Way};
+use rdma_message_proto::sending::{Blocked, FlushPoint, Transfer};
 use rdma_provider::later;
 use smallvec::SmallVec;
 
@@ -258,12 +258,12 @@ impl ConnectionState {
             LimitError::check("message bytes (max_message of the peer)", long, self.limits.send)
                 .map_err(MessageError::TooLong)?;
         }
-        let way = match self.protocol.way(long, self.memory.send.most()) {
-            Ok(way) => way,
+        let transfer = match self.protocol.transfer(long, self.memory.send.most()) {
+            Ok(transfer) => transfer,
             Err(blocked) => return Ok(Err(blocked)),
         };
-        match way {
-            Way::Inline => {
+        match transfer {
+            Transfer::Inline => {
                 let Pieces { first, rest } = message.pieces();
                 let mut gathered = SmallVec::<[u8; INLINE]>::new();
                 rest.iter().for_each(|part| gathered.extend_from_slice(part));
@@ -271,7 +271,7 @@ impl ConnectionState {
                 let header = self.protocol.flow.send(Kind::Data);
                 self.send_short(header, bytes);
             }
-            Way::Frames(frames) => match message {
+            Transfer::Frames(frames) => match message {
                 Outgoing::Buffer(buffer) if self.is_registered(buffer) => {
                     self.send_in_place(buffer, frames, waker);
                 }
@@ -282,7 +282,7 @@ impl ConnectionState {
                     }
                 }
             },
-            Way::Offer => {
+            Transfer::Offer => {
                 let pd = self.io.qp.protection_domain();
                 let region = ReadOnlyRegion::new(pd, message.to_bytes());
                 let region = region.map_err(MessageError::Register)?;

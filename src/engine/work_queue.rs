@@ -50,10 +50,10 @@ pub(crate) struct WorkQueue {
     /// what the device still uses.
     cq: Arc<Drainer>,
     /// Maximum bytes of a single-element request that needs no further check; 0 if all need one.
-    plain: u64,
+    max_plain: u64,
     pd: PdKey,
     pub(super) capacity: Capacity,
-    has_plain: bool,
+    posts_plain: bool,
     shared: bool,
     owner: Owner,
     pub(super) state: Mutex<WorkQueueState>,
@@ -72,8 +72,8 @@ impl WorkQueue {
             pd: limits.pd,
             limits,
             owner,
-            plain: if limits.max_sge > 0 { limits.max_message } else { 0 },
-            has_plain: matches!(&device, DeviceQueue::Send(qp) if qp.has_plain()),
+            max_plain: if limits.max_sge > 0 { limits.max_message } else { 0 },
+            posts_plain: matches!(&device, DeviceQueue::Send(qp) if qp.has_plain()),
             shared: matches!(device, DeviceQueue::Shared(_)),
             capacity: Capacity::new(limits.depth, matches!(device, DeviceQueue::Shared(_))),
             failures: Failures::new(),

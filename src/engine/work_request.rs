@@ -157,7 +157,7 @@ impl<'a> WorkRequest<'a> {
 
     /// Returns true if the request consists of a kind, flags and buffers.
     #[inline]
-    pub(super) const fn is_simple(&self) -> bool {
+    pub(super) const fn may_be_plain(&self) -> bool {
         self.inline.is_none() && self.window.is_none() && self.to.is_none()
     }
 

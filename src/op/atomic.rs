@@ -4,8 +4,8 @@ use std::sync::Arc;
 use std::task::{Context, Poll};
 
 use super::checked::Checked;
+use super::destination::Destination;
 use super::operation::{Operation, OperationKind};
-use super::post::Destination;
 use super::queue_pair::QueuePair;
 use crate::engine::{WorkQueue, WorkRequest};
 use crate::error::{OpError, OpErrorKind, TryError, VerbError};

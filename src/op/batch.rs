@@ -6,8 +6,8 @@ use std::pin::Pin;
 use std::sync::Arc;
 use std::task::{Context, Poll};
 
+use super::destination::{Destination, READ, SendRoute};
 use super::operation::leak_on_panic;
-use super::post::{Destination, READ, SendRoute};
 use super::queue_pair::QueuePair;
 use crate::coop::within_budget;
 use crate::engine::{

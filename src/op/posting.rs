@@ -4,8 +4,8 @@
 
 use super::atomic::Atomic;
 use super::batch::{Batch, BatchOp};
+use super::destination::Destination;
 use super::operation::{Operation, ReturnBuffer};
-use super::post::Destination;
 use super::queue_pair::QueuePair;
 use super::read::Read;
 use super::send::{Send, SendTo};

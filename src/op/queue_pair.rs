@@ -16,7 +16,7 @@ use crate::engine::{
 };
 use crate::error::{OpErrorKind, SetupError};
 use crate::memory::{BufMut, Pool, PoolError};
-use crate::op::post::Destination;
+use crate::op::destination::Destination;
 use crate::op::post_state::PostState;
 use crate::op::{PathConfig, QueuePairEndpoint, RetryConfig};
 use crate::types::{

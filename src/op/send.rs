@@ -1,5 +1,5 @@
+use super::destination::Destination;
 use super::operation::{Operation, OperationKind, ReturnBuffer};
-use super::post::Destination;
 use super::queue_pair::QueuePair;
 use crate::engine::WorkRequest;
 use crate::engine::{Receiver, ReceiverKey};

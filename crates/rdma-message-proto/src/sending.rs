@@ -24,7 +24,7 @@ pub struct FlushPoint {
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Way {
+pub enum Transfer {
     /// One frame within its work request.
     Inline,
     /// This number of frames with buffers.
@@ -145,24 +145,24 @@ impl<R: Reason> Protocol<R> {
     /// Returns how a message of `len` bytes is sent, in at most `buffers` frames, or what it waits
     /// for.
     #[inline]
-    pub fn way(&mut self, len: u64, buffers: usize) -> Result<Way, Blocked> {
+    pub fn transfer(&mut self, len: u64, buffers: usize) -> Result<Transfer, Blocked> {
         if !self.flow.may_send(Kind::Data) {
             return Err(Blocked::Credits(1));
         }
         let short = usize::try_from(len).unwrap_or(usize::MAX);
         if short <= self.sending.inline && short <= self.frame_len(0) {
-            return Ok(Way::Inline);
+            return Ok(Transfer::Inline);
         }
         if short <= self.framing().eager()
             && let Some(frames) = self.frames_of(short, buffers)
         {
             return if self.flow.may_send_message(frames as u32) {
-                Ok(Way::Frames(frames))
+                Ok(Transfer::Frames(frames))
             } else {
                 Err(Blocked::Credits(frames as u32))
             };
         }
-        if self.sending.may_offer(len) { Ok(Way::Offer) } else { Err(Blocked::Memory(len)) }
+        if self.sending.may_offer(len) { Ok(Transfer::Offer) } else { Err(Blocked::Memory(len)) }
     }
 
     /// Returns true if a sender that waits for `blocked` can try again.
@@ -273,23 +273,27 @@ mod tests {
     #[test]
     fn way_depends_on_length_and_on_what_is_free() {
         let mut side = side(12, 12);
-        assert_eq!(side.way(INLINE as u64, BUFFERS), Ok(Way::Inline));
-        assert_eq!(side.way(11, BUFFERS), Ok(Way::Frames(1)));
-        assert_eq!(side.way(101, BUFFERS), Ok(Way::Frames(2)));
-        assert_eq!(side.way(EAGER as u64, BUFFERS), Ok(Way::Frames(3)));
-        assert_eq!(side.way(EAGER as u64, 2), Ok(Way::Offer), "more frames than buffers");
-        assert_eq!(side.way(301, BUFFERS), Ok(Way::Offer));
-        assert_eq!(side.way(u64::MAX, BUFFERS), Ok(Way::Offer), "one offer is always possible");
+        assert_eq!(side.transfer(INLINE as u64, BUFFERS), Ok(Transfer::Inline));
+        assert_eq!(side.transfer(11, BUFFERS), Ok(Transfer::Frames(1)));
+        assert_eq!(side.transfer(101, BUFFERS), Ok(Transfer::Frames(2)));
+        assert_eq!(side.transfer(EAGER as u64, BUFFERS), Ok(Transfer::Frames(3)));
+        assert_eq!(side.transfer(EAGER as u64, 2), Ok(Transfer::Offer), "more frames than buffers");
+        assert_eq!(side.transfer(301, BUFFERS), Ok(Transfer::Offer));
+        assert_eq!(
+            side.transfer(u64::MAX, BUFFERS),
+            Ok(Transfer::Offer),
+            "one offer is always possible"
+        );
         side.sending.offer(MAX_OFFERED);
         let missing = Blocked::Memory(301);
-        assert_eq!(side.way(301, BUFFERS), Err(missing));
+        assert_eq!(side.transfer(301, BUFFERS), Err(missing));
         assert!(!side.is_unblocked(missing, false, |_| true));
         side.sending.fetched(MAX_OFFERED);
         assert!(side.is_unblocked(missing, false, |_| false));
         while side.flow.may_send(Kind::Data) {
             side.flow.send(Kind::Data);
         }
-        assert_eq!(side.way(1, BUFFERS), Err(Blocked::Credits(1)));
+        assert_eq!(side.transfer(1, BUFFERS), Err(Blocked::Credits(1)));
         assert!(!side.is_unblocked(Blocked::Credits(1), false, |_| true));
         assert!(side.is_unblocked(Blocked::Buffers(3), false, |number| number == 3));
         assert!(!side.is_unblocked(Blocked::Held, true, |_| true));
@@ -374,10 +378,10 @@ mod tests {
                         let len = blocked.map_or_else(|| random.len(), |(len, _)| len);
                         let unblocked = |(_, blocked)| one.is_unblocked(blocked, false, |_| true);
                         let was_unblocked = blocked.is_none_or(unblocked);
-                        match one.way(len, BUFFERS) {
-                            Ok(way) => {
-                                assert!(was_unblocked, "{blocked:?} hides {way:?}");
-                                send(&mut one, way, len, &mut wire, &mut offers);
+                        match one.transfer(len, BUFFERS) {
+                            Ok(transfer) => {
+                                assert!(was_unblocked, "{blocked:?} hides {transfer:?}");
+                                send(&mut one, transfer, len, &mut wire, &mut offers);
                                 (blocked, sent) = (None, sent + 1);
                                 point.get_or_insert(one.sending.flush_point());
                             }
@@ -436,15 +440,15 @@ mod tests {
 
     fn send(
         side: &mut Protocol<TestReason>,
-        way: Way,
+        transfer: Transfer,
         len: u64,
         wire: &mut VecDeque<Frame>,
         offers: &mut VecDeque<u64>,
     ) {
-        let frames = match way {
-            Way::Inline => 1,
-            Way::Frames(frames) => frames,
-            Way::Offer => {
+        let frames = match transfer {
+            Transfer::Inline => 1,
+            Transfer::Frames(frames) => frames,
+            Transfer::Offer => {
                 side.sending.offer(len);
                 side.sending.post();
                 offers.push_back(len);

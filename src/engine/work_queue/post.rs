@@ -29,7 +29,7 @@ impl WorkQueue {
         buffer: Option<(Sge, PdKey)>,
     ) -> Option<Claim<Self>> {
         let (sge, pd) = buffer?;
-        if !request.is_simple() || !self.is_plain(sge, pd, request.remote_len) {
+        if !request.may_be_plain() || !self.is_plain(sge, pd, request.remote_len) {
             return None;
         }
         match request.kind {
@@ -37,13 +37,13 @@ impl WorkQueue {
                 // In parts, to stay in registers.
                 let (flags, Sge { addr, length, lkey }) = (request.flags, sge);
                 match op {
-                    SendOp::Write(at) if self.has_plain => {
+                    SendOp::Write(at) if self.posts_plain => {
                         self.plain_now(PlainOp::Write, at, flags, addr, length, lkey)
                     }
-                    SendOp::Read(at) if self.has_plain => {
+                    SendOp::Read(at) if self.posts_plain => {
                         self.plain_now(PlainOp::Read, at, flags, addr, length, lkey)
                     }
-                    SendOp::Send if self.has_plain => {
+                    SendOp::Send if self.posts_plain => {
                         let no_remote = RemoteAddr::default();
                         self.plain_now(|_| PlainOp::Send, no_remote, flags, addr, length, lkey)
                     }
@@ -59,7 +59,7 @@ impl WorkQueue {
     pub(in crate::engine) fn is_plain(&self, sge: Sge, pd: PdKey, remote_len: u64) -> bool {
         let length = u64::from(sge.length);
         // Some devices take length 0 for 2^31.
-        pd == self.pd && length > 0 && length <= remote_len && length <= self.plain
+        pd == self.pd && length > 0 && length <= remote_len && length <= self.max_plain
     }
 
     /// `make` makes the operation of each kind in code of its own.

@@ -36,7 +36,7 @@ impl WorkQueue {
         )
         .map_err(OpErrorKind::from)?;
         let parts = Parts { entries, pieces: None, common, signal_every, to };
-        if entries.are_plain(self.limits.pd, self.plain) {
+        if entries.are_plain(self.limits.pd, self.max_plain) {
             self.post_batch(parts, on_full)
         } else {
             let pieces = self.gather_batch(entries, buffers)?;
@@ -90,7 +90,7 @@ impl WorkQueue {
         // other posts, as in `send_by`.
         let posted = unsafe {
             match parts.plain() {
-                Some(plain) if self.has_plain && qp.post_plain(plain.short_list(slot)) => Ok(()),
+                Some(plain) if self.posts_plain && qp.post_plain(plain.short_list(slot)) => Ok(()),
                 Some(plain) => qp.post_list(plain.list(slot)),
                 None => qp.post_list(parts.list(slot)),
             }
