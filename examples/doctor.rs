@@ -184,6 +184,10 @@ fn port(port: &PortReport) -> Value {
         "max_mtu": port.attr.max_mtu.bytes(),
         "lid": port.attr.lid,
         "pkeys": port.pkeys,
+        "physical_state": format!("{:?}", port.attr.physical_state),
+        "rate_mbps": port.attr.rate_mbps(),
+        "lanes": port.attr.lanes,
+        "counters": port.counters,
         "gids": port.gids.iter().map(gid).collect::<Vec<_>>(),
     })
 }

@@ -8,6 +8,7 @@
 #![allow(unsafe_code)]
 
 use std::borrow::Borrow;
+use std::collections::BTreeMap;
 use std::net::SocketAddr;
 use std::os::fd::BorrowedFd;
 use std::ptr::NonNull;
@@ -134,6 +135,7 @@ impl contract::Context<Any> for Context {
         fn attr() -> &DeviceAttr;
         fn port(port: PortNum) -> Result<PortAttr, VerbError>;
         fn pkey_table(port: PortNum) -> Result<Vec<u16>, VerbError>;
+        fn port_counters(port: PortNum) -> Result<BTreeMap<String, u64>, VerbError>;
         fn event_fd() -> BorrowedFd<'_>;
         fn next_event() -> Result<Option<AsyncEvent>, VerbError>;
         fn packet_fd() -> Option<BorrowedFd<'_>>;

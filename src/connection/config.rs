@@ -475,7 +475,7 @@ impl ConnectionConfig {
         LimitError::check("send_buffers", self.send_buffers.into(), buffers)?;
         LimitError::check(budget::FIELD, self.first_bytes(), self.budget.limit())?;
         self.retries.check()?;
-        self.path.check()
+        self.path.check_on(device)
     }
 }
 
@@ -552,6 +552,8 @@ mod tests {
             assert!(connecting.await.is_err());
             let refused = Connection::connect_with(&client, to, &with(0x8003)).await.unwrap_err();
             assert!(refused.to_string().contains("lacks the partition"), "{refused}");
+            let bound = Listener::bind_with(&server, at, with(0x8002)).await.unwrap_err();
+            assert!(bound.to_string().contains("lacks the partition"), "{bound}");
         });
     }
 

@@ -191,6 +191,11 @@ impl fmt::Display for PortReport {
             &name,
             format_args!("{:?}, {:?}, MTU {active} of {most}", attr.state, attr.link_layer),
         )?;
+        if let Some(rate) = attr.rate_mbps() {
+            let (lanes, state) = (attr.lanes, attr.physical_state);
+            let gbps = f64::from(rate) / 1000.0;
+            line(f, "  link", format_args!("{state:?}, {gbps} Gb/s, {lanes} lanes"))?;
+        }
         if attr.lid != 0 {
             line(f, "  LID", attr.lid)?;
         }
@@ -199,11 +204,37 @@ impl fmt::Display for PortReport {
         if !pkeys.is_empty() {
             line(f, "  P_Keys", pkeys.join(", "))?;
         }
+        // Traffic is of no interest here; what names an error, a drop or congestion is.
+        let telling = self.counters.iter().filter(|&(name, &count)| count > 0 && tells(name));
+        for (place, (name, count)) in telling.enumerate() {
+            let title = if place == 0 { "  counters" } else { "" };
+            line(f, title, format_args!("{name} {count}"))?;
+        }
         for (place, gid) in self.gids.iter().enumerate() {
             line(f, if place == 0 { "  GIDs, best first" } else { "" }, gid)?;
         }
         Ok(())
     }
+}
+
+/// Returns true if a counter tells of an error, a lost or repeated packet, or congestion.
+fn tells(counter: &str) -> bool {
+    const PARTS: [&str; 13] = [
+        "err",
+        "discard",
+        "drop",
+        "duplicate",
+        "out_of",
+        "retrans",
+        "timeout",
+        "cnp",
+        "ecn",
+        "wait",
+        "downed",
+        "bad_",
+        "constraint",
+    ];
+    PARTS.iter().any(|part| counter.contains(part))
 }
 
 impl fmt::Display for CapabilityStatus {

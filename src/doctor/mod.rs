@@ -18,6 +18,7 @@ mod host;
 mod tests;
 mod trial;
 
+use std::collections::BTreeMap;
 use std::path::Path;
 use std::time::Duration;
 
@@ -203,6 +204,8 @@ pub struct PortReport {
     pub gids: Vec<RankedGid>,
     /// The partition key table, by index.
     pub pkeys: Vec<u16>,
+    /// The [counters](Device::port_counters) when the device was examined.
+    pub counters: BTreeMap<String, u64>,
 }
 
 /// A function that devices may support.

@@ -451,6 +451,7 @@ fn port(addresses: &[&str], kind: GidKind, mtu: u32) -> (PortReport, NetInterfac
             attr: PortAttr::ethernet(PortNum(1), gids),
             gids: ranked,
             pkeys: vec![0xffff],
+            counters: BTreeMap::new(),
         },
         interface,
     )

@@ -125,6 +125,7 @@ fn port_report(device: &Device, port: PortNum) -> Result<PortReport, VerbError> 
         attr: device.port(port)?,
         gids: device.gids(port, None)?,
         pkeys: device.pkey_table(port)?,
+        counters: device.port_counters(port)?,
     })
 }
 

@@ -3,7 +3,7 @@
 use std::ffi::OsStr;
 
 use crate::error::{LimitError, SetupError, VerbError};
-use crate::types::{AddressVector, Mtu, PortAttr, StaticRate};
+use crate::types::{AddressVector, Mtu, PortAttr, PortNum, StaticRate};
 use crate::verbs::Device;
 
 /// The path of packets to a peer: traffic class, service level, flow label, hop limit, rate, MTU
@@ -176,6 +176,20 @@ impl PathConfig {
         SetupError::at_least("hop_limit", self.hop_limit.unwrap_or(1).into(), 1)
     }
 
+    /// Fails also if no port of the device has the partition.
+    pub(crate) fn check_on(&self, device: &Device) -> Result<(), SetupError> {
+        self.check()?;
+        let mut found = Ok(());
+        for port in (1..=device.attr().ports).filter(|_| self.names_partition()) {
+            let port = device.known_port(PortNum(port))?;
+            found = self.partition(device, &port).map(drop);
+            if found.is_ok() {
+                break;
+            }
+        }
+        found
+    }
+
     /// Returns these settings, checked, with the default traffic class if none is set.
     pub(crate) fn resolved(mut self) -> Result<Self, SetupError> {
         self.check()?;
@@ -247,7 +261,7 @@ const TRAFFIC_CLASS: &str = "TOKIO_RDMA_TRAFFIC_CLASS";
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::types::{Gid, PortNum};
+    use crate::types::Gid;
 
     #[test]
     fn values_out_of_range_are_refused_by_name() {

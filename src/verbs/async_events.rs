@@ -185,12 +185,16 @@ impl Events {
 impl State {
     fn apply(&mut self, event: AsyncEvent, dead: &mut Vec<Arc<Fault>>) {
         self.ports.removed |= event == AsyncEvent::DeviceFatal;
-        // Events without a name of their own include changes of LIDs and partition keys.
+        // An event without a name of its own may be a change of a port, too.
         self.ports.changes += u64::from(matches!(
             event,
             AsyncEvent::PortActive(_)
                 | AsyncEvent::PortError(_)
                 | AsyncEvent::GidChange(_)
+                | AsyncEvent::LidChange(_)
+                | AsyncEvent::PkeyChange(_)
+                | AsyncEvent::SubnetManagerChange(_)
+                | AsyncEvent::ClientReregister(_)
                 | AsyncEvent::DeviceFatal
                 | AsyncEvent::Other(_)
         ));

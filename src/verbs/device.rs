@@ -295,6 +295,24 @@ impl Device {
         self.inner.context.pkey_table(port)
     }
 
+    /// Returns the counters of a port by name: packets, retransmissions, errors, congestion.
+    ///
+    /// A real device has those of `/sys/class/infiniband/<device>/ports/<port>/counters` and
+    /// `hw_counters`, whose names and meanings are the driver's; on InfiniBand and ConnectX,
+    /// `port_rcv_data` and `port_xmit_data` count 4 bytes each. They cover everything that uses the
+    /// port, and may be those of the adapter's firmware of some milliseconds ago. Reading them
+    /// blocks for as long as the firmware takes, typically less than a millisecond for each.
+    ///
+    /// A software device has those of its queue pairs, DC targets excluded, since it was opened,
+    /// named as SoftRoCE names them.
+    ///
+    /// # Errors
+    ///
+    /// See [`port`](Self::port).
+    pub fn port_counters(&self, port: PortNum) -> Result<BTreeMap<String, u64>, VerbError> {
+        self.inner.context.port_counters(port)
+    }
+
     /// Creates a protection domain, `ibv_alloc_pd(3)`. Objects of one domain may be used together.
     ///
     /// # Errors

@@ -13,6 +13,7 @@ mod lifetimes;
 mod misuse;
 mod operations;
 mod paths;
+mod ports;
 #[cfg(feature = "ibverbs")]
 mod raw_handles;
 mod shared;

@@ -8,9 +8,9 @@ use std::ptr;
 use rdma_sys::*;
 
 use rdma_provider::types::{
-    Access, AckTimeout, AddressVector, Gid, LinkLayer, Lkey, Mtu, PortNum, PortState, Psn, Qkey,
-    QpAttr, QpAttrMask, QpCaps, QpState, Qpn, RnrTimer, SendFlags, Sge, StaticRate, Transport,
-    WcFlags, WcOpcode, WindowBind, WorkCompletion,
+    Access, AckTimeout, AddressVector, Gid, LinkLayer, Lkey, Mtu, PhysicalState, PortNum,
+    PortState, Psn, Qkey, QpAttr, QpAttrMask, QpCaps, QpState, Qpn, RnrTimer, SendFlags, Sge,
+    StaticRate, Transport, WcFlags, WcOpcode, WindowBind, WorkCompletion,
 };
 
 // Scatter/gather lists are passed without conversion.
@@ -119,6 +119,46 @@ pub(super) fn port_state(state: ibv_port_state::Type) -> PortState {
         ibv_port_state::IBV_PORT_ARMED => PortState::Armed,
         ibv_port_state::IBV_PORT_ACTIVE => PortState::Active,
         other => PortState::Other(u8::try_from(other).unwrap_or(u8::MAX)),
+    }
+}
+
+pub(super) fn physical_state(code: u8) -> PhysicalState {
+    match code {
+        1 => PhysicalState::Sleep,
+        2 => PhysicalState::Polling,
+        3 => PhysicalState::Disabled,
+        4 => PhysicalState::Training,
+        5 => PhysicalState::LinkUp,
+        6 => PhysicalState::ErrorRecovery,
+        7 => PhysicalState::Test,
+        other => PhysicalState::Other(other),
+    }
+}
+
+/// Returns the lanes for `active_width`; 0 if it is unknown.
+pub(super) fn lanes(width: u8) -> u8 {
+    match width {
+        1 => 1,
+        2 => 4,
+        4 => 8,
+        8 => 12,
+        16 => 2,
+        _ => 0,
+    }
+}
+
+/// Returns the rate of a lane for `active_speed`; 0 if it is unknown.
+pub(super) fn lane_mbps(speed: u32) -> u32 {
+    match speed {
+        1 => 2_500,
+        2 => 5_000,
+        4 | 8 => 10_000,
+        16 => 14_000,
+        32 => 25_000,
+        64 => 50_000,
+        128 => 100_000,
+        256 => 200_000,
+        _ => 0,
     }
 }
 

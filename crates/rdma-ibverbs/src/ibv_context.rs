@@ -2,8 +2,10 @@
 
 #![allow(unsafe_code)]
 
+use std::collections::BTreeMap;
 use std::env::VarError;
 use std::ffi::{CStr, OsStr, c_int};
+use std::fs;
 use std::mem::MaybeUninit;
 use std::os::fd::BorrowedFd;
 use std::ptr::{self, NonNull};
@@ -347,6 +349,9 @@ impl contract::Context<Ibverbs> for Context {
         let raw = self.query_port(port)?;
         let mut attr = PortAttr::ethernet(port, self.gid_table(port)?);
         attr.state = convert::port_state(raw.state);
+        attr.physical_state = convert::physical_state(raw.phys_state);
+        attr.lanes = convert::lanes(raw.active_width);
+        attr.lane_mbps = convert::lane_mbps(raw.active_speed.into());
         attr.link_layer = convert::link_layer(raw.link_layer);
         attr.max_mtu = convert::mtu_from(raw.max_mtu);
         attr.active_mtu = convert::mtu_from(raw.active_mtu);
@@ -365,6 +370,13 @@ impl contract::Context<Ibverbs> for Context {
             sys::status("ibv_query_pkey", result).map(|()| u16::from_be(pkey))
         };
         (0..i32::from(self.query_port(port)?.pkey_tbl_len)).map(read).collect()
+    }
+
+    fn port_counters(&self, port: PortNum) -> Result<BTreeMap<String, u64>, VerbError> {
+        self.query_port(port)?;
+        let of_port = format!("/sys/class/infiniband/{}/ports/{}", self.attr.name, port.0);
+        let directories = ["counters", "hw_counters"].map(|kind| format!("{of_port}/{kind}"));
+        Ok(directories.iter().flat_map(|directory| numbers(directory)).collect())
     }
 
     fn create_pd(&self) -> Result<Pd, VerbError> {
@@ -426,6 +438,20 @@ impl Drop for Context {
 }
 
 /// `struct ibv_async_event` with an integer code, because the binding's enumeration may lack codes.
+/// Returns the numbers in the files of a directory of sysfs by name. A device without the directory
+/// has none; a file that cannot be read, or says that it is not available, is no counter.
+fn numbers(directory: &str) -> Vec<(String, u64)> {
+    /// Not a counter: how long the values of the others are kept, in milliseconds.
+    const LIFESPAN: &str = "lifespan";
+    let entries = fs::read_dir(directory).into_iter().flatten().flatten();
+    let named = entries.filter_map(|entry| {
+        let name = entry.file_name().into_string().ok().filter(|name| name != LIFESPAN)?;
+        let value = fs::read_to_string(entry.path()).ok()?.trim().parse().ok()?;
+        Some((name, value))
+    });
+    named.collect()
+}
+
 #[repr(C)]
 #[derive(Clone, Copy)]
 struct RawEvent {
@@ -474,6 +500,12 @@ impl RawEvent {
         const PORT_ACTIVE: u32 = code::IBV_EVENT_PORT_ACTIVE as u32;
         const PORT_ERR: u32 = code::IBV_EVENT_PORT_ERR as u32;
         const GID_CHANGE: u32 = code::IBV_EVENT_GID_CHANGE as u32;
+        const LID_CHANGE: u32 = code::IBV_EVENT_LID_CHANGE as u32;
+        const PKEY_CHANGE: u32 = code::IBV_EVENT_PKEY_CHANGE as u32;
+        const SM_CHANGE: u32 = code::IBV_EVENT_SM_CHANGE as u32;
+        const REREGISTER: u32 = code::IBV_EVENT_CLIENT_REREGISTER as u32;
+        const PATH_MIG: u32 = code::IBV_EVENT_PATH_MIG as u32;
+        const PATH_MIG_ERR: u32 = code::IBV_EVENT_PATH_MIG_ERR as u32;
         const DEVICE_FATAL: u32 = code::IBV_EVENT_DEVICE_FATAL as u32;
         match self.code {
             CQ_ERR => AsyncEvent::CqError { cq: cq() },
@@ -488,6 +520,12 @@ impl RawEvent {
             PORT_ACTIVE => AsyncEvent::PortActive(port()),
             PORT_ERR => AsyncEvent::PortError(port()),
             GID_CHANGE => AsyncEvent::GidChange(port()),
+            LID_CHANGE => AsyncEvent::LidChange(port()),
+            PKEY_CHANGE => AsyncEvent::PkeyChange(port()),
+            SM_CHANGE => AsyncEvent::SubnetManagerChange(port()),
+            REREGISTER => AsyncEvent::ClientReregister(port()),
+            PATH_MIG => AsyncEvent::PathMigrated(qpn()),
+            PATH_MIG_ERR => AsyncEvent::PathMigrationFailed(qpn()),
             DEVICE_FATAL => AsyncEvent::DeviceFatal,
             other => AsyncEvent::Other(other),
         }

@@ -8,6 +8,7 @@
 #![allow(unsafe_code)]
 
 use std::borrow::Borrow;
+use std::collections::BTreeMap;
 use std::fmt::{self, Debug};
 use std::os::fd::BorrowedFd;
 use std::ptr::NonNull;
@@ -73,6 +74,10 @@ pub trait Context<P: Provider>: Debug + Send + Sync {
     /// Returns a port's partition key table, `ibv_query_pkey(3)`. EINVAL for a port that does not
     /// exist.
     fn pkey_table(&self, port: PortNum) -> Result<Vec<u16>, VerbError>;
+
+    /// Returns the counters of a port by the provider's names; none if there are none. EINVAL for
+    /// a port that does not exist.
+    fn port_counters(&self, port: PortNum) -> Result<BTreeMap<String, u64>, VerbError>;
 
     /// Allocates a protection domain, `ibv_alloc_pd(3)`.
     fn create_pd(&self) -> Result<P::Pd, VerbError>;

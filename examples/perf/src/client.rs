@@ -37,6 +37,8 @@ pub(crate) async fn measure(
     );
     progress
         .set_style(ProgressStyle::with_template("{bar:30} {pos}/{len} rounds, {msg}, {eta} left")?);
+    let port = client.device.default_path()?.0.port;
+    let before = client.device.port_counters(port)?;
     let mut entries = Vec::new();
     for case in &options.cases {
         let mut rounds: Vec<(Over, Vec<Round>)> =
@@ -61,7 +63,12 @@ pub(crate) async fn measure(
     }
     progress.finish_and_clear();
     client.channel.send(&Request::Exit).await?;
-    Report::new(options, &client.device, client.server, here, entries)
+    let mut counted = client.device.port_counters(port)?;
+    counted.retain(|name, count| {
+        *count = count.saturating_sub(before.get(name).copied().unwrap_or_default());
+        *count > 0
+    });
+    Report::new(options, &client.device, client.server, here, entries, counted)
 }
 
 struct Client {

@@ -1,5 +1,6 @@
 //! The report, as tables and as JSON.
 
+use std::collections::BTreeMap;
 use std::fmt;
 
 use hdrhistogram::Histogram;
@@ -23,6 +24,8 @@ pub(crate) struct Report {
     pub(crate) seconds: f64,
     pub(crate) rounds: u32,
     pub(crate) results: Vec<Entry>,
+    /// How far the counters of the client's port have moved, by all programs that use it.
+    pub(crate) port_counters: BTreeMap<String, u64>,
     pub(crate) not_counted: [&'static str; 1],
 }
 
@@ -129,6 +132,7 @@ impl Report {
         server_device: String,
         here: bool,
         results: Vec<Entry>,
+        port_counters: BTreeMap<String, u64>,
     ) -> Result<Self> {
         Ok(Self {
             device: crate::device::describe(device),
@@ -139,6 +143,7 @@ impl Report {
             seconds: options.duration.as_secs_f64(),
             rounds: options.rounds,
             results,
+            port_counters,
             not_counted: NOT_COUNTED,
         })
     }
@@ -218,6 +223,10 @@ impl fmt::Display for Report {
             f,
             "\nper operation: processor in µs of both ends; sleeps are voluntary context switches"
         )?;
+        if !self.port_counters.is_empty() {
+            let moved = self.port_counters.iter().map(|(name, count)| format!("{name} {count}"));
+            writeln!(f, "counters of the client's port: {}", moved.collect::<Vec<_>>().join(", "))?;
+        }
         self.not_counted.iter().try_for_each(|line| writeln!(f, "not counted: {line}"))
     }
 }

@@ -110,6 +110,10 @@ fn device(root: &Path, port: &Port) -> io::Result<()> {
     put(root, &format!("{ports}/link_layer"), layer)?;
     put(root, &format!("{ports}/lid"), &format!("{:#x}", port.lid()))?;
     put(root, &format!("{ports}/state"), "4: ACTIVE")?;
+    put(root, &format!("{ports}/counters/port_xmit_wait"), "0")?;
+    put(root, &format!("{ports}/counters/symbol_error"), "N/A (no PMA)")?;
+    put(root, &format!("{ports}/hw_counters/out_of_sequence"), "7")?;
+    put(root, &format!("{ports}/hw_counters/lifespan"), "10")?;
     for (index, (gid, kind)) in port.gids().into_iter().enumerate() {
         let parts: Vec<_> =
             gid.chunks(2).map(|pair| format!("{:02x}{:02x}", pair[0], pair[1])).collect();

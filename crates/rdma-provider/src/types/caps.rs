@@ -163,6 +163,13 @@ pub struct PortAttr {
     pub port: PortNum,
     /// Link state.
     pub state: PortState,
+    /// Physical state of the link.
+    pub physical_state: PhysicalState,
+    /// Lanes of the link in use (`active_width`); 0 if unknown.
+    pub lanes: u8,
+    /// Data rate of a lane in megabits per second (`active_speed`); 0 if unknown. As `rate` in
+    /// sysfs, which rounds: 25,000 for EDR.
+    pub lane_mbps: u32,
     /// Link layer of the port.
     pub link_layer: LinkLayer,
     /// Maximum MTU of the port.
@@ -188,6 +195,9 @@ impl PortAttr {
         Self {
             port,
             state: PortState::Active,
+            physical_state: PhysicalState::LinkUp,
+            lanes: 0,
+            lane_mbps: 0,
             link_layer: LinkLayer::Ethernet,
             max_mtu: Mtu::Mtu4096,
             active_mtu: Mtu::Mtu4096,
@@ -199,6 +209,35 @@ impl PortAttr {
             bad_pkeys: 0,
         }
     }
+
+    /// Returns the data rate of the link in megabits per second, or `None` if it is unknown, as on
+    /// the software device. Some drivers report a rate although there is no link: SoftRoCE always
+    /// 2,500.
+    #[must_use]
+    pub fn rate_mbps(&self) -> Option<u32> {
+        Some(u32::from(self.lanes) * self.lane_mbps).filter(|&rate| rate > 0)
+    }
+}
+
+/// Physical state of a port, `phys_state` of `ibv_query_port(3)` (IBTA 14.2.5.6).
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum PhysicalState {
+    /// The port takes no part.
+    Sleep,
+    /// The port looks for a peer: typically no cable, or the other end is off.
+    Polling,
+    /// The port is disabled.
+    Disabled,
+    /// The ends agree on lanes and speed.
+    Training,
+    /// The link works.
+    LinkUp,
+    /// The link recovers from errors.
+    ErrorRecovery,
+    /// The link is tested.
+    Test,
+    /// An unknown code.
+    Other(u8),
 }
 
 /// Link state of a port.

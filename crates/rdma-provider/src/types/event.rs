@@ -39,6 +39,19 @@ pub enum AsyncEvent {
     PortError(PortNum),
     /// A GID table changed.
     GidChange(PortNum),
+    /// The subnet manager gave the port another LID (InfiniBand).
+    LidChange(PortNum),
+    /// A partition key table changed. Queue pairs that used a changed entry must be modified.
+    PkeyChange(PortNum),
+    /// Another subnet manager has taken over the subnet (InfiniBand).
+    SubnetManagerChange(PortNum),
+    /// The subnet manager has forgotten multicast memberships and subscriptions, which must be
+    /// made again (InfiniBand).
+    ClientReregister(PortNum),
+    /// A queue pair moved to its alternate path.
+    PathMigrated(Qpn),
+    /// A queue pair could not move to its alternate path.
+    PathMigrationFailed(Qpn),
     /// The device is lost with all its objects.
     DeviceFatal,
     /// An unknown code.

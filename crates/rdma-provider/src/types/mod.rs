@@ -19,7 +19,8 @@ mod wr;
 pub use access::Access;
 pub use addr::{AddressVector, Gid, GidEntry, GidKind, LinkLayer, Mtu, StaticRate};
 pub use caps::{
-    AtomicCapability, DataPath, DcAttr, DeviceAttr, PortAttr, PortState, QpCaps, SrqCaps,
+    AtomicCapability, DataPath, DcAttr, DeviceAttr, PhysicalState, PortAttr, PortState, QpCaps,
+    SrqCaps,
 };
 pub use cm::RejectReason;
 pub use event::AsyncEvent;

@@ -7,7 +7,7 @@ use rdma_provider::types::AsyncEvent;
 
 use super::DeviceInner;
 use crate::net::Network;
-use crate::net::node::Node;
+use crate::net::node::{Node, PORT};
 
 impl Network {
     /// Returns a control of device `name`, if open.
@@ -36,16 +36,14 @@ impl DeviceControl {
     /// Sets the partition key table of the port, which a subnet manager does on InfiniBand; by
     /// default it has one entry, 0xffff. The highest bit of an entry is set for a full member of
     /// the partition in the other bits, and two limited members do not reach each other. An entry
-    /// whose other bits are 0 is empty. At most 65,535 entries count. Contexts get an event, number
-    /// 12 (`IBV_EVENT_PKEY_CHANGE`).
+    /// whose other bits are 0 is empty. At most 65,535 entries count. Contexts get
+    /// [`AsyncEvent::PkeyChange`].
     ///
     /// Queue pairs and DC targets keep the P_Key that their index selected when they were modified.
     /// Messages of the connection manager are sent with the first entry that is not empty.
     pub fn set_pkeys(&self, table: &[u16]) {
-        /// `IBV_EVENT_PKEY_CHANGE`.
-        const PKEY_CHANGE: u32 = 12;
         self.0.pkeys.set(table);
-        self.0.announce(AsyncEvent::Other(PKEY_CHANGE));
+        self.0.announce(AsyncEvent::PkeyChange(PORT));
     }
 
     /// Raises `event` in every context, without other effects. An unplugged adapter raises

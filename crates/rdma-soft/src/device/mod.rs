@@ -26,6 +26,7 @@ mod numbers;
 pub(crate) mod outbox;
 mod pd_numbers;
 mod pkeys;
+mod port_counters;
 pub(crate) mod pump;
 pub(crate) mod queue_pair;
 mod refusals;
@@ -49,6 +50,7 @@ use self::events::Events;
 use self::numbers::Numbers;
 use self::pd_numbers::{MAX_PDS, PdNumbers};
 use self::pkeys::Pkeys;
+use self::port_counters::PortCounters;
 use self::queue_pair::QpInner;
 use self::refusals::Refusals;
 use super::cm::Manager;
@@ -74,6 +76,8 @@ pub(super) struct DeviceInner {
     attr: DeviceAttr,
     numbers: Numbers,
     queue_pairs: RwLock<BTreeMap<Qpn, Weak<QpInner>>>,
+    /// The counters of destroyed queue pairs. Locked after `queue_pairs`.
+    past: Mutex<PortCounters>,
     /// DC targets, in the number space of queue pairs. Locked after `queue_pairs`.
     targets: RwLock<BTreeMap<Qpn, Weak<DctInner>>>,
     /// Numbers sent to peers by the connection manager, for queue pairs created on confirmation.
@@ -160,6 +164,7 @@ impl DeviceInner {
             dead: AtomicBool::new(false),
             port_up: AtomicBool::new(true),
             linked: AtomicBool::new(true),
+            past: Mutex::default(),
             refusals: Refusals::new(),
             pkeys: Pkeys::new(),
         });
@@ -308,8 +313,21 @@ impl DeviceInner {
         }
     }
 
-    pub(super) fn remove_queue_pair(&self, qpn: Qpn) {
-        self.queue_pairs.write().remove(&qpn);
+    pub(super) fn remove_queue_pair(&self, qp: &QpInner) {
+        let counters = qp.counters();
+        let mut table = self.queue_pairs.write();
+        table.remove(&qp.qpn);
+        self.past.lock().add(counters);
+    }
+
+    pub(super) fn port_counters(&self) -> PortCounters {
+        let (mut sum, pairs) = {
+            let table = self.queue_pairs.read();
+            let pairs: Vec<_> = table.values().filter_map(Weak::upgrade).collect();
+            (*self.past.lock(), pairs)
+        };
+        pairs.iter().for_each(|qp| sum.add(qp.counters()));
+        sum
     }
 
     /// Fails the queue pairs and targets of a completion queue that has lost a completion.

@@ -105,6 +105,7 @@ fn index_of_an_empty_or_missing_entry_is_refused() {
     assert_eq!((port().pkeys, end.context.pkey_table(PortNum(1)).unwrap()), (1, vec![0xffff]));
     network.control("a").unwrap().set_pkeys(&[0xffff, 0, 0x8000, 0x0007]);
     assert_eq!(port().pkeys, 4);
+    assert_eq!(end.context.next_event(), Ok(Some(AsyncEvent::PkeyChange(PortNum(1)))));
     let init = |index| QpAttr {
         pkey_index: Some(index),
         port: Some(PortNum(1)),

@@ -3,6 +3,7 @@
 // Implements an `unsafe fn` of the contract; its obligation passes to `dma`.
 #![allow(unsafe_code)]
 
+use std::collections::BTreeMap;
 use std::mem;
 use std::os::fd::BorrowedFd;
 use std::ptr::NonNull;
@@ -112,6 +113,12 @@ impl contract::Context<Soft> for Context {
     fn pkey_table(&self, port: PortNum) -> Result<Vec<u16>, VerbError> {
         self.port(port)?;
         Ok(self.device.pkeys.table())
+    }
+
+    fn port_counters(&self, port: PortNum) -> Result<BTreeMap<String, u64>, VerbError> {
+        let attr = self.port(port)?;
+        let counters = self.device.port_counters().named();
+        Ok(counters.chain([("bad_pkeys".to_owned(), attr.bad_pkeys.into())]).collect())
     }
 
     fn create_pd(&self) -> Result<Pd, VerbError> {

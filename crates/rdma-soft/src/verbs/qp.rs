@@ -314,7 +314,7 @@ const fn refuse(verb: &'static str, posted: usize, errno: i32) -> Result<(), Pos
 impl Drop for Qp {
     fn drop(&mut self) {
         let qp = &self.0;
-        qp.device.remove_queue_pair(qp.qpn);
+        qp.device.remove_queue_pair(qp);
         let deferred = Deferred::new();
         let peer = {
             let mut sender = qp.sender.lock();
