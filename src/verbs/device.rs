@@ -300,7 +300,7 @@ impl Device {
     /// A real device has those of `/sys/class/infiniband/<device>/ports/<port>/counters` and
     /// `hw_counters`, whose names and meanings are the driver's; on InfiniBand and ConnectX,
     /// `port_rcv_data` and `port_xmit_data` count 4 bytes each. They cover everything that uses the
-    /// port, and may be those of the adapter's firmware of some milliseconds ago. Reading them
+    /// port, and may be some milliseconds old (`lifespan` in sysfs, usually 10). Reading them
     /// blocks for as long as the firmware takes, typically less than a millisecond for each.
     ///
     /// A software device has those of its queue pairs, DC targets excluded, since it was opened,
