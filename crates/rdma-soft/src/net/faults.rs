@@ -76,7 +76,7 @@ impl Faults {
         self
     }
 
-    /// Sets the probability of corruption.
+    /// Sets the probability of corruption: a bit is inverted, which the check of the packet finds.
     #[must_use]
     pub const fn corrupt(mut self, probability: f64) -> Self {
         self.corrupt = probability;
@@ -151,8 +151,14 @@ impl Link {
         self.one_way.entry(route).or_default()
     }
 
-    /// Applies the model to a packet; may change `image`.
-    pub(crate) fn send(&mut self, now: u64, route: (Gid, Gid), image: &mut [u8]) -> Arrivals {
+    /// Applies the model to a packet; may change `image`, so that `passes` is false.
+    pub(crate) fn send(
+        &mut self,
+        now: u64,
+        route: (Gid, Gid),
+        image: &mut [u8],
+        passes: impl Fn(&[u8]) -> bool,
+    ) -> Arrivals {
         self.counters.sent += 1;
         if self.is_lost_one_way(route) || self.happens(self.faults.loss) {
             self.counters.lost += 1;
@@ -160,8 +166,16 @@ impl Link {
         }
         if self.happens(self.faults.corrupt) && !image.is_empty() {
             self.counters.corrupted += 1;
-            let bit = self.random.usize(..image.len() * 8);
-            image[bit / 8] ^= 1 << (bit % 8);
+            // The check of a packet over IPv4 misses few damaged bits, which the checksum of UDP
+            // finds on a wire. Here the kernel computes that after the damage.
+            loop {
+                let bit = self.random.usize(..image.len() * 8);
+                image[bit / 8] ^= 1 << (bit % 8);
+                if !passes(image) {
+                    break;
+                }
+                image[bit / 8] ^= 1 << (bit % 8);
+            }
         }
         let first = self.arrival(now, route);
         let second = self.happens(self.faults.duplicate).then(|| {
@@ -195,5 +209,24 @@ impl Link {
 
     fn happens(&mut self, probability: f64) -> bool {
         probability > 0.0 && self.random.f64() < probability
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn damage_that_the_check_would_miss_is_replaced() {
+        let mut link = Link::new(7, Faults::none().corrupt(1.0));
+        let route = (Gid::default(), Gid::default());
+        // A check of the last byte only.
+        for _ in 0..100 {
+            let mut image = [0; 16];
+            link.send(0, route, &mut image, |image| image[15] == 0);
+            let damaged: Vec<_> = (0..16).filter(|&at| image[at] != 0).collect();
+            assert_eq!((damaged, image[15].count_ones()), (vec![15], 1));
+        }
+        assert_eq!(link.counters.corrupted, 100);
     }
 }

@@ -405,12 +405,17 @@ impl NetworkInner {
 
     /// Sends an encoded packet through the fault model.
     pub(crate) fn transmit(self: &Arc<Self>, route: (Gid, Gid), mut image: Vec<u8>) {
-        match self.endpoints.get(&route.0) {
+        let endpoint = self.endpoints.get(&route.0);
+        match endpoint {
             Some(endpoint) => endpoint.seal(&mut image, route.1),
             None => packet::seal(&mut image),
         }
+        let passes = |image: &[u8]| match endpoint {
+            Some(endpoint) => endpoint.may_hold(image, route.1),
+            None => packet::unseal(image).is_ok(),
+        };
         let now = self.scheduler.now();
-        let [first, second] = self.link.lock().send(now, route, &mut image);
+        let [first, second] = self.link.lock().send(now, route, &mut image, passes);
         if let Some(at) = second {
             let copy = Delivery { network: Arc::downgrade(self), route, image: image.clone() };
             self.scheduler.schedule(at, Job::Deliver(Box::new(|| copy.run())));

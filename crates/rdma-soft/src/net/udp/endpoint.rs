@@ -240,7 +240,6 @@ impl Endpoint {
     }
 
     /// Returns true if the ICRC may be correct, see [`Header::verify`].
-    #[cfg(test)]
     pub(crate) fn may_hold(&self, image: &[u8], to: Gid) -> bool {
         let Some((covered, check)) = image.split_last_chunk::<CHECK>() else { return false };
         self.header_to(to).0.verify(covered, u32::from_le_bytes(*check), 0)
