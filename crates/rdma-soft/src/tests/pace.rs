@@ -9,9 +9,9 @@ fn unreliable_sends_are_paced_and_reliable_ones_are_not() {
     let ends = |transport| connected(&network, &Options { transport, ..Options::default() });
     let ((reliable, its_peer), (unreliable, peer)) = (ends(Transport::Rc), ends(Transport::Uc));
     let device = &unreliable.qp.0.device;
+    let start = Instant::now();
     // As if data had just been sent that takes 200 ms.
     device.endpoint().unwrap().pace().spend(device.network.scheduler.now(), 80_000_000);
-    let start = Instant::now();
     let (from, to) = (unreliable.buffer(8), peer.buffer(8));
     unreliable.send(1, SendOp::Write(to.remote(0)), &[from.sge(0, 8)]).unwrap();
     assert!(
