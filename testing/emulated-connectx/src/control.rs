@@ -29,7 +29,7 @@ pub struct Options {
     /// Whether requests execute only in [`EmulatedConnectX::step`] and
     /// [`EmulatedConnectX::run_until_idle`].
     pub manual_stepping: bool,
-    /// Upper limit of the ACK timeout that a queue pair sets.
+    /// Upper limit of the ACK timeout that a queue pair sets, unless that is 0, infinite.
     pub longest_timeout: Duration,
     /// Upper limit of the RNR wait that a receiver asks for.
     pub longest_rnr_wait: Duration,

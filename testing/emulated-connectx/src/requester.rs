@@ -125,7 +125,8 @@ impl State {
             Outcome::NoAnswer => {
                 self.counters.timeouts += 1;
                 let timeouts = qp.attempt.timeouts + 1;
-                let wait = ack_timeout(qp.attr.timeout).min(self.options.longest_timeout);
+                let longest = self.options.longest_timeout;
+                let wait = ack_timeout(qp.attr.timeout).map_or(FOREVER, |wait| wait.min(longest));
                 if timeouts <= u32::from(qp.attr.retry_cnt) + 1 {
                     // The first attempt has a timeout, like each retry.
                     let not_before = Some(Instant::now() + wait);
@@ -575,11 +576,14 @@ fn check(control: &Control, index: u16, number: u32, posted: u16) -> Result<(), 
     Ok(())
 }
 
-/// Converts `timeout` of `ibv_modify_qp(3)`. 0 means infinite, so that only the option limits it.
-fn ack_timeout(timeout: u8) -> Duration {
+/// Longer than any test.
+const FOREVER: Duration = Duration::from_secs(24 * 3600);
+
+/// Converts `timeout` of `ibv_modify_qp(3)`. 0 means that the requester waits for ever.
+fn ack_timeout(timeout: u8) -> Option<Duration> {
     match timeout & 31 {
-        0 => Duration::MAX,
-        timeout => Duration::from_nanos(4096 << timeout),
+        0 => None,
+        timeout => Some(Duration::from_nanos(4096 << timeout)),
     }
 }
 
