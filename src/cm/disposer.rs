@@ -72,7 +72,8 @@ impl<T: Send + 'static> Disposer<T> {
         }
     }
 
-    /// Announces an item that may follow as long as the result lives.
+    /// Makes [`wait_until_idle`](Self::wait_until_idle) wait while the result lives: an item may
+    /// follow.
     pub(super) fn hold(self: &Arc<Self>) -> Hold<T> {
         self.state.lock().held += 1;
         Hold(Arc::clone(self))

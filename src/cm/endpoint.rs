@@ -44,8 +44,9 @@ impl Endpoint {
     }
 
     /// Returns the id. Its calls that do not go through [`call_blocking`](Self::call_blocking) do
-    /// not block: librdmacm writes one command for each, and the kernel executes it under locks
-    /// that it holds briefly. For RTR and RTS, it looks up a RoCE neighbour that it already knows.
+    /// not block, except for those of a [`Listener`](super::Listener) that binds: librdmacm writes
+    /// one command for each, and the kernel executes it under locks that it holds briefly. For RTR
+    /// and RTS, it looks up a RoCE neighbour that it already knows.
     pub(super) fn id(&self) -> &CmId {
         self.id.as_deref().unwrap_or_else(|| unreachable!("only `drop` takes it"))
     }

@@ -141,11 +141,12 @@ impl Listener {
         };
         // If the future is dropped while a thread binds, the thread drops the endpoint, and whoever
         // binds the address next waits for that. Fields of a tuple are dropped in order.
-        let hold = router.hold_disposed();
+        let held = (endpoint, router.hold_disposed());
         let bind = move || {
+            let (endpoint, _) = &held;
             endpoint.id().bind(address).map_err(refused)?;
             endpoint.id().listen(backlog).map_err(refused)?;
-            Ok((endpoint, hold))
+            Ok(held)
         };
         let bound =
             if router.channel.may_block() { on_blocking_thread(bind).await } else { bind() };

@@ -158,14 +158,15 @@ impl Router {
         self.disposer.dispose(ids, move || router.schedule_drain(Vec::new()));
     }
 
-    /// Delays [`disposed`](Self::disposed) of others while an id exists that may be dropped with
-    /// the future that uses it.
+    /// Delays [`disposed`](Self::disposed) of others while the result lives, because an id that a
+    /// thread uses may follow to [`dispose`](Self::dispose).
     pub(super) fn hold_disposed(&self) -> Hold<Arc<CmId>> {
         self.disposer.hold()
     }
 
-    /// Waits until the ids given to [`dispose`](Self::dispose) are destroyed, for at most a second.
-    /// Those of other devices count too if they compete for the same addresses.
+    /// Waits until the ids given to [`dispose`](Self::dispose) are destroyed and nothing
+    /// [holds](Self::hold_disposed) it, for at most a second. Those of other devices count too if
+    /// they compete for the same addresses.
     pub(super) async fn disposed(&self) -> Result<(), ConnectError> {
         if !self.channel.may_block() {
             return Ok(());
