@@ -7,7 +7,7 @@ use super::{
     Capability, CapabilityStatus, Container, DeviceReport, Finding, KernelPort, LibraryState,
     NodeAccess, PortReport, Report, Severity,
 };
-use crate::types::{AtomicCapability, DeviceAttr};
+use crate::types::{AtomicCapability, DeviceAttr, PhysicalState};
 
 impl fmt::Display for Report {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -191,10 +191,12 @@ impl fmt::Display for PortReport {
             &name,
             format_args!("{:?}, {:?}, MTU {active} of {most}", attr.state, attr.link_layer),
         )?;
+        let state = attr.physical_state;
         if let Some(rate) = attr.rate_mbps() {
-            let (lanes, state) = (attr.lanes, attr.physical_state);
             let gbps = f64::from(rate) / 1000.0;
-            line(f, "  link", format_args!("{state:?}, {gbps} Gb/s, {lanes} lanes"))?;
+            line(f, "  link", format_args!("{state:?}, {gbps} Gb/s, lanes: {}", attr.lanes))?;
+        } else if state != PhysicalState::LinkUp {
+            line(f, "  link", format_args!("{state:?}"))?;
         }
         if attr.lid != 0 {
             line(f, "  LID", attr.lid)?;
@@ -217,9 +219,10 @@ impl fmt::Display for PortReport {
     }
 }
 
-/// Returns true if a counter tells of an error, a lost or repeated packet, or congestion.
+/// Returns true if a counter tells of an error, a lost or repeated packet, or congestion. Queue
+/// pairs that are closed flush their work.
 fn tells(counter: &str) -> bool {
-    const PARTS: [&str; 13] = [
+    const PARTS: [&str; 18] = [
         "err",
         "discard",
         "drop",
@@ -233,8 +236,14 @@ fn tells(counter: &str) -> bool {
         "downed",
         "bad_",
         "constraint",
+        "icrc",
+        "nak",
+        "exceed",
+        "missing",
+        "slow_restart",
     ];
-    PARTS.iter().any(|part| counter.contains(part))
+    let counter = counter.to_ascii_lowercase();
+    PARTS.iter().any(|part| counter.contains(part)) && !counter.contains("flush")
 }
 
 impl fmt::Display for CapabilityStatus {

@@ -180,6 +180,7 @@ impl PathConfig {
     pub(crate) fn check_on(&self, device: &Device) -> Result<(), SetupError> {
         self.check()?;
         let mut found = Ok(());
+        // A port that has it suffices.
         for port in (1..=device.attr().ports).filter(|_| self.names_partition()) {
             let port = device.known_port(PortNum(port))?;
             found = self.partition(device, &port).map(drop);

@@ -300,11 +300,11 @@ impl Device {
     /// A real device has those of `/sys/class/infiniband/<device>/ports/<port>/counters` and
     /// `hw_counters`, whose names and meanings are the driver's; on InfiniBand and ConnectX,
     /// `port_rcv_data` and `port_xmit_data` count 4 bytes each. They cover everything that uses the
-    /// port, and may be some milliseconds old (`lifespan` in sysfs, usually 10). Reading them
+    /// port, and those of `hw_counters` may be old by its `lifespan`, usually 10 ms. Reading them
     /// blocks for as long as the firmware takes, typically less than a millisecond for each.
     ///
-    /// A software device has those of its queue pairs, DC targets excluded, since it was opened,
-    /// named as SoftRoCE names them.
+    /// A software device has the sums over its queue pairs, without DC targets, since it was
+    /// opened, under SoftRoCE's names where it has them, and `bad_pkeys` of the whole device.
     ///
     /// # Errors
     ///

@@ -147,8 +147,9 @@ pub(super) fn lanes(width: u8) -> u8 {
     }
 }
 
-/// Returns the rate of a lane for `active_speed`; 0 if it is unknown.
-pub(super) fn lane_mbps(speed: u32) -> u32 {
+/// Returns the rate of a lane for `active_speed`; 0 if it is unknown. The kernel reports XDR as NDR
+/// here.
+pub(super) fn lane_mbps(speed: u8) -> u32 {
     match speed {
         1 => 2_500,
         2 => 5_000,
@@ -157,7 +158,6 @@ pub(super) fn lane_mbps(speed: u32) -> u32 {
         32 => 25_000,
         64 => 50_000,
         128 => 100_000,
-        256 => 200_000,
         _ => 0,
     }
 }

@@ -351,7 +351,7 @@ impl contract::Context<Ibverbs> for Context {
         attr.state = convert::port_state(raw.state);
         attr.physical_state = convert::physical_state(raw.phys_state);
         attr.lanes = convert::lanes(raw.active_width);
-        attr.lane_mbps = convert::lane_mbps(raw.active_speed.into());
+        attr.lane_mbps = convert::lane_mbps(raw.active_speed);
         attr.link_layer = convert::link_layer(raw.link_layer);
         attr.max_mtu = convert::mtu_from(raw.max_mtu);
         attr.active_mtu = convert::mtu_from(raw.active_mtu);
@@ -437,7 +437,6 @@ impl Drop for Context {
     }
 }
 
-/// `struct ibv_async_event` with an integer code, because the binding's enumeration may lack codes.
 /// Returns the numbers in the files of a directory of sysfs by name. A device without the directory
 /// has none; a file that cannot be read, or says that it is not available, is no counter.
 fn numbers(directory: &str) -> Vec<(String, u64)> {
@@ -452,6 +451,7 @@ fn numbers(directory: &str) -> Vec<(String, u64)> {
     named.collect()
 }
 
+/// `struct ibv_async_event` with an integer code, because the binding's enumeration may lack codes.
 #[repr(C)]
 #[derive(Clone, Copy)]
 struct RawEvent {

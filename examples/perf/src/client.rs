@@ -8,6 +8,7 @@ use tokio::net::TcpStream;
 use tokio::task::JoinSet;
 use tokio::time::timeout;
 use tokio_rdma::Device;
+use tokio_rdma::types::Gid;
 
 use crate::args::Options;
 use crate::case::{Case, Over, Verb};
@@ -37,8 +38,17 @@ pub(crate) async fn measure(
     );
     progress
         .set_style(ProgressStyle::with_template("{bar:30} {pos}/{len} rounds, {msg}, {eta} left")?);
-    let port = client.device.default_path()?.0.port;
-    let before = client.device.port_counters(port)?;
+    let port = match peer_of(address.ip()) {
+        Some(peer) => client.device.path_to(Gid::from(peer)),
+        None => client.device.default_path(),
+    };
+    // A measurement of TCP alone needs no port.
+    let device = client.device.clone();
+    let counters = || {
+        let (port, _) = port.as_ref().ok()?;
+        device.port_counters(port.port).ok()
+    };
+    let before = counters().unwrap_or_default();
     let mut entries = Vec::new();
     for case in &options.cases {
         let mut rounds: Vec<(Over, Vec<Round>)> =
@@ -63,7 +73,7 @@ pub(crate) async fn measure(
     }
     progress.finish_and_clear();
     client.channel.send(&Request::Exit).await?;
-    let mut counted = client.device.port_counters(port)?;
+    let mut counted = counters().unwrap_or_default();
     counted.retain(|name, count| {
         *count = count.saturating_sub(before.get(name).copied().unwrap_or_default());
         *count > 0

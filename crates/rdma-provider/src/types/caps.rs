@@ -167,8 +167,8 @@ pub struct PortAttr {
     pub physical_state: PhysicalState,
     /// Lanes of the link in use (`active_width`); 0 if unknown.
     pub lanes: u8,
-    /// Data rate of a lane in megabits per second (`active_speed`); 0 if unknown. As `rate` in
-    /// sysfs, which rounds: 25,000 for EDR.
+    /// Nominal rate of a lane in megabits per second (`active_speed`); 0 if unknown. 14,000 for
+    /// FDR, 100,000 for NDR and what is faster.
     pub lane_mbps: u32,
     /// Link layer of the port.
     pub link_layer: LinkLayer,
@@ -210,9 +210,8 @@ impl PortAttr {
         }
     }
 
-    /// Returns the data rate of the link in megabits per second, or `None` if it is unknown, as on
-    /// the software device. Some drivers report a rate although there is no link: SoftRoCE always
-    /// 2,500.
+    /// Returns the nominal rate of the link in megabits per second, or `None` if it is unknown, as
+    /// on the software device. SoftRoCE reports 2,500 if its interface has no speed.
     #[must_use]
     pub fn rate_mbps(&self) -> Option<u32> {
         Some(u32::from(self.lanes) * self.lane_mbps).filter(|&rate| rate > 0)

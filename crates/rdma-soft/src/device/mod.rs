@@ -58,6 +58,8 @@ use super::memory::keys::{Keys, MAX_REGISTRATIONS};
 use super::net::network::NetworkInner;
 use super::net::node::PORT;
 use super::net::udp::Endpoint;
+use super::roce::requester::SendCounters;
+use super::roce::responder::ReceiveCounters;
 use rdma_provider::VerbError;
 use rdma_provider::types::{
     AsyncEvent, AtomicCapability, DcAttr, DeviceAttr, Gid, Mtu, PortState, Psn, Qpn,
@@ -313,10 +315,10 @@ impl DeviceInner {
         }
     }
 
-    pub(super) fn remove_queue_pair(&self, qp: &QpInner) {
-        let counters = qp.counters();
+    /// Removes a queue pair with its last counters, so that the sums never fall.
+    pub(super) fn remove_queue_pair(&self, qpn: Qpn, counters: (SendCounters, ReceiveCounters)) {
         let mut table = self.queue_pairs.write();
-        table.remove(&qp.qpn);
+        table.remove(&qpn);
         self.past.lock().add(counters);
     }
 

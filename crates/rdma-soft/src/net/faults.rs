@@ -151,7 +151,8 @@ impl Link {
         self.one_way.entry(route).or_default()
     }
 
-    /// Applies the model to a packet; may change `image`, so that `passes` is false.
+    /// Applies the model to a packet. May damage `image`, but only if `passes`, the receiver's
+    /// check, finds that.
     pub(crate) fn send(
         &mut self,
         now: u64,

@@ -314,9 +314,8 @@ const fn refuse(verb: &'static str, posted: usize, errno: i32) -> Result<(), Pos
 impl Drop for Qp {
     fn drop(&mut self) {
         let qp = &self.0;
-        qp.device.remove_queue_pair(qp);
         let deferred = Deferred::new();
-        let peer = {
+        let (peer, counters) = {
             let mut sender = qp.sender.lock();
             let mut receiver = qp.receiver.lock();
             let peer = sender.peer.take();
@@ -327,8 +326,10 @@ impl Drop for Qp {
             if !Arc::ptr_eq(&qp.send_cq, &qp.recv_cq) {
                 qp.recv_cq.detach(qp.recv_owner);
             }
-            peer
+            // Nothing counts any more.
+            (peer, (sender.machine.counters, receiver.machine.counters))
         };
+        qp.device.remove_queue_pair(qp.qpn, counters);
         deferred.run();
         // Outside the locks: possibly the last reference to another device's queue pair.
         drop(peer);
