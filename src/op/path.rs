@@ -176,7 +176,7 @@ impl PathConfig {
         SetupError::at_least("hop_limit", self.hop_limit.unwrap_or(1).into(), 1)
     }
 
-    /// Fails also if no port of the device has the partition.
+    /// Checks the settings, and that a port of the device has the partition if they name one.
     pub(crate) fn check_on(&self, device: &Device) -> Result<(), SetupError> {
         self.check()?;
         let mut found = Ok(());
