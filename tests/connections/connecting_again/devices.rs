@@ -139,13 +139,11 @@ fn handles_of_a_device_spread_their_attempts_after_an_event_over_the_first_delay
         // The clock advances while a thread notifies one handle after the other, so each delay
         // counts from its own state.
         let attempts = clients.iter().map(|client| async move {
-            let mut states = client.states();
-            let long =
-                |state: &_| matches!(state, ReconnectState::Waiting { delay, .. } if *delay > HOUR);
-            let mut next = states.next().await;
-            while next.as_ref().is_some_and(long) {
-                next = states.next().await;
-            }
+            let mut states = pin!(client.states().skip_while(|state| {
+                let long = matches!(state, ReconnectState::Waiting { delay, .. } if *delay > HOUR);
+                std::future::ready(long)
+            }));
+            let next = states.next().await;
             let start = Instant::now();
             let Some(ReconnectState::Waiting { delay, .. }) = next else { panic!("{next:?}") };
             assert_eq!(states.next().await, Some(ReconnectState::Connecting { attempt: 1 }));

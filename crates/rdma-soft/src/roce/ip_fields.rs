@@ -17,8 +17,11 @@ impl Default for IpFields {
 
 impl IpFields {
     pub(crate) fn of(address: &AddressVector) -> Self {
-        let plain = Self { traffic_class: address.traffic_class, ..Self::default() };
         // Programs that set only what they need leave 0, which the kernel refuses.
-        if address.hop_limit == 0 { plain } else { Self { hop_limit: address.hop_limit, ..plain } }
+        let hop_limit = match address.hop_limit {
+            0 => AddressVector::DEFAULT_HOP_LIMIT,
+            set => set,
+        };
+        Self { traffic_class: address.traffic_class, hop_limit }
     }
 }
