@@ -173,11 +173,12 @@ impl contract::Pd<Any> for Pd {
         &self,
         addr: NonNull<u8>,
         len: usize,
+        iova: u64,
         access: Access,
         shared: bool,
     ) -> Result<Mr, VerbError> {
         // SAFETY: S1, S2: the caller's promise.
-        make!(self, Mr, inner => unsafe { inner.register(addr, len, access, shared) })
+        make!(self, Mr, inner => unsafe { inner.register(addr, len, iova, access, shared) })
     }
 
     fn register_dma_buf(

@@ -99,7 +99,8 @@ impl DmaBufRegion {
         access: Access,
     ) -> Result<Self, SetupError> {
         let access = access | Access::LOCAL_WRITE;
-        if !(Access::REMOTE_ALL | Access::LOCAL_WRITE).contains(access) {
+        let allowed = Access::REMOTE_ALL | Access::LOCAL_WRITE | Access::RELAXED_ORDERING;
+        if !allowed.contains(access) {
             return Err(SetupError::Unsupported {
                 what: "a dma-buf accepts neither memory windows nor on-demand paging",
             });

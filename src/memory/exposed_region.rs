@@ -62,11 +62,52 @@ impl ExposedRegion {
         memory: S,
         access: Access,
     ) -> Result<Self, SetupError> {
+        Self::registered(pd, memory, None, access)
+    }
+
+    /// Like [`new`](Self::new), but peers address the memory from `iova`, for example from 0, which
+    /// does not tell them where it is; `ibv_reg_mr_iova(3)`.
+    ///
+    /// # Errors
+    ///
+    /// Those of [`new`](Self::new). Also [`SetupError::Mismatch`] if `iova` and the memory differ
+    /// in their offset within a page, and EINVAL if the addresses wrap around.
+    /// [`HostMemory`](crate::memory::HostMemory) begins with a page.
+    ///
+    /// ```
+    /// use tokio_rdma::memory::HostMemory;
+    /// use tokio_rdma::{Access, ExposedRegion};
+    /// # use tokio_rdma::Device;
+    ///
+    /// # fn main() -> Result<(), Box<dyn std::error::Error>> {
+    /// # let device = Device::open_default_or_software()?;
+    /// # let pd = device.protection_domain()?;
+    /// let memory = HostMemory::zeroed(4096)?;
+    /// let region = ExposedRegion::at(&pd, memory, 0, Access::REMOTE_READ)?;
+    /// assert_eq!(region.grant().addr(), 0);
+    /// # Ok(())
+    /// # }
+    /// ```
+    pub fn at<S: Storage>(
+        pd: &ProtectionDomain,
+        memory: S,
+        iova: u64,
+        access: Access,
+    ) -> Result<Self, SetupError> {
+        Self::registered(pd, memory, Some(iova), access)
+    }
+
+    fn registered<S: Storage>(
+        pd: &ProtectionDomain,
+        memory: S,
+        iova: Option<u64>,
+        access: Access,
+    ) -> Result<Self, SetupError> {
         SetupError::at_least("bytes of the region", memory.len() as u64, 1)?;
         let access = access | Access::LOCAL_WRITE;
         // `shared` even without remote rights: several operations may use slices at once, while the
         // program reads and writes.
-        Ok(Self { inner: Arc::new(Registration::new(pd, memory, access, true)?), access })
+        Ok(Self { inner: Arc::new(Registration::at(pd, memory, iova, access, true)?), access })
     }
 
     /// Returns the access rights.
@@ -241,6 +282,8 @@ impl ExposedSlice {
 #[cfg(all(test, not(loom)))]
 mod tests {
     use super::*;
+    use crate::error::VerbError;
+    use crate::memory::HostMemory;
     use crate::software::Network;
     use crate::verbs::Device;
 
@@ -249,6 +292,21 @@ mod tests {
         let pd = Device::software_in(&Network::new(), "one").unwrap().protection_domain().unwrap();
         let error = ExposedRegion::new(&pd, Vec::new(), Access::REMOTE_READ).unwrap_err();
         assert_eq!(error.to_string(), "bytes of the region: 0 requested, at least 1 required");
+    }
+
+    #[test]
+    fn address_at_another_offset_within_a_page_is_refused() {
+        let pd = Device::software_in(&Network::new(), "one").unwrap().protection_domain().unwrap();
+        let memory = HostMemory::zeroed(16).unwrap();
+        let error = ExposedRegion::at(&pd, memory, 0x1_0010, Access::REMOTE_READ).unwrap_err();
+        assert_eq!(
+            error.to_string(),
+            "offsets within a page of the memory and of the addresses for it do not match: 0x0 and \
+             0x10"
+        );
+        let memory = HostMemory::zeroed(8192).unwrap();
+        let error = ExposedRegion::at(&pd, memory, u64::MAX << 12, Access::REMOTE_READ);
+        assert!(matches!(error, Err(SetupError::Verb(error)) if error.errno == VerbError::EINVAL));
     }
 
     #[test]

@@ -44,7 +44,7 @@ unsafe impl Send for HostMemory {}
 unsafe impl Sync for HostMemory {}
 
 impl HostMemory {
-    const PAGE: usize = 4096;
+    pub(crate) const PAGE: usize = 4096;
     /// Memory of at least this size is mapped, so that freeing returns it to the system. The
     /// threshold of glibc starts here too, but grows to 32 MiB with freed blocks, and the process
     /// keeps smaller ones.

@@ -11,7 +11,7 @@ use std::ptr::NonNull;
 
 use crate::dispatch::Mr;
 use crate::error::{LimitError, SetupError};
-use crate::memory::{RemoteRegion, Storage};
+use crate::memory::{HostMemory, RemoteRegion, Storage};
 use crate::types::{Access, Lkey, Rkey};
 use crate::verbs::ProtectionDomain;
 use rdma_provider::contract::{DmaBufRange, Mr as _, Pd as _};
@@ -42,8 +42,34 @@ impl Registration {
         access: Access,
         shared: bool,
     ) -> Result<Self, SetupError> {
+        Self::at(pd, storage, None, access, shared)
+    }
+
+    /// Registers `storage` with addresses from `iova`; by default those of the memory.
+    pub(crate) fn at<S: Storage>(
+        pd: &ProtectionDomain,
+        storage: S,
+        iova: Option<u64>,
+        access: Access,
+        shared: bool,
+    ) -> Result<Self, SetupError> {
         let mut storage = Box::new(storage);
         let (base, len) = (storage.base(), storage.len());
+        let within_page = |address: u64| address % HostMemory::PAGE as u64;
+        let address = base.addr().get() as u64;
+        let addr = iova.unwrap_or(address);
+        if within_page(addr) != within_page(address) {
+            return Err(SetupError::Mismatch {
+                what: "offsets within a page of the memory and of the addresses for it",
+                ours: format!("{:#x}", within_page(address)),
+                theirs: format!("{:#x}", within_page(addr)),
+            });
+        }
+        if access.contains(Access::HUGE_PAGES) && !access.contains(Access::ON_DEMAND) {
+            return Err(SetupError::Unsupported {
+                what: "Access::HUGE_PAGES is for registrations with Access::ON_DEMAND",
+            });
+        }
         if access.contains(Access::ON_DEMAND) && !pd.device().attr().on_demand_paging {
             return Err(SetupError::Unsupported { what: "the device lacks on-demand paging" });
         }
@@ -51,9 +77,9 @@ impl Registration {
         // SAFETY: S1: `storage` owns the bytes and moves into the same value as the registration,
         // which is deregistered first. S2: `storage` is private; only the buffer types create
         // references to its bytes, by their rules.
-        let raw = unsafe { pd.raw().register(base, len, access, shared) }?;
+        let raw = unsafe { pd.raw().register(base, len, addr, access, shared) }?;
         rdma_provider::debug!(base = ?base, len, ?access, lkey = %raw.lkey(), "registered memory");
-        Ok(Self::assemble(pd, (base, base.addr().get() as u64, len), raw, storage))
+        Ok(Self::assemble(pd, (base, addr, len), raw, storage))
     }
 
     pub(crate) fn from_dma_buf(

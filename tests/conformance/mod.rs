@@ -16,6 +16,7 @@ mod paths;
 mod ports;
 #[cfg(feature = "ibverbs")]
 mod raw_handles;
+mod registrations;
 mod shared;
 mod states;
 mod transitions;

@@ -30,13 +30,15 @@ pub(super) fn sge_list(sges: &[Sge]) -> *mut ibv_sge {
 
 /// Converts to the `access` flags of `ibv_reg_mr(3)`.
 pub(super) fn access_flags(access: Access) -> u32 {
-    const PAIRS: [(Access, ibv_access_flags); 6] = [
+    const PAIRS: [(Access, ibv_access_flags); 8] = [
         (Access::LOCAL_WRITE, ibv_access_flags::IBV_ACCESS_LOCAL_WRITE),
         (Access::REMOTE_WRITE, ibv_access_flags::IBV_ACCESS_REMOTE_WRITE),
         (Access::REMOTE_READ, ibv_access_flags::IBV_ACCESS_REMOTE_READ),
         (Access::REMOTE_ATOMIC, ibv_access_flags::IBV_ACCESS_REMOTE_ATOMIC),
         (Access::MW_BIND, ibv_access_flags::IBV_ACCESS_MW_BIND),
         (Access::ON_DEMAND, ibv_access_flags::IBV_ACCESS_ON_DEMAND),
+        (Access::RELAXED_ORDERING, ibv_access_flags::IBV_ACCESS_RELAXED_ORDERING),
+        (Access::HUGE_PAGES, ibv_access_flags::IBV_ACCESS_HUGETLB),
     ];
     PAIRS
         .iter()

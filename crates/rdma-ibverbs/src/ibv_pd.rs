@@ -89,14 +89,16 @@ impl contract::Pd<Ibverbs> for Pd {
         &self,
         addr: NonNull<u8>,
         len: usize,
+        iova: u64,
         access: Access,
         _shared: bool,
     ) -> Result<Mr, VerbError> {
-        let verb = "ibv_reg_mr";
-        let flags = convert::access_flags(access);
+        let (flags, memory) = (convert::access_flags(access), addr.as_ptr().cast());
+        // The function behind the macros `ibv_reg_mr` and `ibv_reg_mr_iova`. It removes optional
+        // flags that the kernel does not know.
         // SAFETY: S1, S2: the caller keeps the range allocated and unaliased; the domain is alive.
-        let raw = unsafe { ibv_reg_mr(self.raw.as_ptr(), addr.as_ptr().cast(), len, flags as i32) };
-        Ok(Mr::new(sys::handle(verb, raw)?))
+        let raw = unsafe { ibv_reg_mr_iova2(self.raw.as_ptr(), memory, len, iova, flags) };
+        Ok(Mr::new(sys::handle("ibv_reg_mr", raw)?))
     }
 
     fn register_dma_buf(

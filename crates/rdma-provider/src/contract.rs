@@ -128,8 +128,10 @@ pub trait Context<P: Provider>: Debug + Send + Sync {
 
 /// A protection domain, `ibv_alloc_pd(3)`: its objects may be used together.
 pub trait Pd<P: Provider>: Debug + Send + Sync {
-    /// Registers memory, `ibv_reg_mr(3)`. EINVAL if `access` is not [legal](Access::is_legal) or
-    /// the range wraps around.
+    /// Registers memory, which work requests and peers address as `iova..iova + len`:
+    /// `ibv_reg_mr(3)` if `iova` is the address of the memory, else `ibv_reg_mr_iova(3)`. EINVAL if
+    /// `access` is not [legal](Access::is_legal), a range wraps around, or `iova` and `addr` differ
+    /// modulo the page size.
     ///
     /// `shared`: the caller accesses the memory at the same time, or posts work that names the same
     /// bytes more than once. A software device then uses atomic accesses, as for memory that peers
@@ -145,6 +147,7 @@ pub trait Pd<P: Provider>: Debug + Send + Sync {
         &self,
         addr: NonNull<u8>,
         len: usize,
+        iova: u64,
         access: Access,
         shared: bool,
     ) -> Result<P::Mr, VerbError>;

@@ -88,12 +88,13 @@ fn main() -> Result<(), Box<dyn Error>> {
     let (from, to) = (NonNull::from(&source).cast::<u8>(), NonNull::from(&target).cast::<u8>());
     // SAFETY: the memory outlives the registration, which is dropped below; meanwhile no reference
     // to it exists.
-    let from_mr = unsafe { a.pd.register(from, 8, Access::empty(), false)? };
+    let from_mr = unsafe { a.pd.register(from, 8, source.get() as u64, Access::empty(), false)? };
+    let access = Access::LOCAL_WRITE | Access::REMOTE_WRITE;
     // SAFETY: as above.
-    let to_mr = unsafe { b.pd.register(to, 8, Access::LOCAL_WRITE | Access::REMOTE_WRITE, false)? };
+    let to_mr = unsafe { b.pd.register(to, 8, target.get() as u64, access, false)? };
 
-    let sges = [Sge { addr: from.as_ptr() as u64, length: 8, lkey: from_mr.lkey() }];
-    let remote = RemoteAddr { addr: to.as_ptr() as u64, rkey: to_mr.rkey() };
+    let sges = [Sge { addr: source.get() as u64, length: 8, lkey: from_mr.lkey() }];
+    let remote = RemoteAddr { addr: target.get() as u64, rkey: to_mr.rkey() };
     let write = SendWr {
         wr_id: WrId(1),
         op: SendOp::Write(remote),

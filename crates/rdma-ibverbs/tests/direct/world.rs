@@ -130,7 +130,8 @@ impl World {
         let first = std::ptr::NonNull::from(&mut *memory).cast();
         let access = Access::LOCAL_WRITE | Access::REMOTE_ALL | Access::MW_BIND;
         // SAFETY: the caller keeps the memory; the device does not execute anything.
-        unsafe { self.pd.register(first, memory.len(), access, true) }.unwrap()
+        unsafe { self.pd.register(first, memory.len(), memory.as_ptr() as u64, access, true) }
+            .unwrap()
     }
 
     pub fn window(&self) -> Mw {

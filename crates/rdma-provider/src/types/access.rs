@@ -21,6 +21,15 @@ bitflags! {
         /// The pages are not pinned; the device faults them in on access. For registrations only,
         /// on devices with [`DeviceAttr::on_demand_paging`](super::DeviceAttr::on_demand_paging).
         const ON_DEMAND = 1 << 5;
+        /// The device may write payload to the memory in any order, also that of successive
+        /// requests: a byte of a WRITE may be visible before those in front of it, and what two
+        /// writes without a completion between them leave in the same place is undefined. A
+        /// completion still shows that all earlier data are in place, and atomics are not passed.
+        /// For registrations only; a device without the feature ignores it.
+        const RELAXED_ORDERING = 1 << 6;
+        /// The memory consists of huge pages, and faults bring them in whole. For registrations
+        /// with [`ON_DEMAND`](Self::ON_DEMAND) only.
+        const HUGE_PAGES = 1 << 7;
     }
 }
 
@@ -37,11 +46,12 @@ impl Access {
     }
 
     /// Returns true if the rights satisfy `ibv_reg_mr(3)`: remote write or atomic access requires
-    /// `LOCAL_WRITE`.
+    /// `LOCAL_WRITE`, and `HUGE_PAGES` requires `ON_DEMAND`.
     #[must_use]
     pub const fn is_legal(self) -> bool {
         let remote_change = self.intersects(Self::REMOTE_WRITE.union(Self::REMOTE_ATOMIC));
-        !remote_change || self.contains(Self::LOCAL_WRITE)
+        (!remote_change || self.contains(Self::LOCAL_WRITE))
+            && (!self.contains(Self::HUGE_PAGES) || self.contains(Self::ON_DEMAND))
     }
 }
 
@@ -55,6 +65,12 @@ mod tests {
         assert!(
             (Access::REMOTE_ALL | Access::LOCAL_WRITE).is_legal() && Access::REMOTE_READ.is_legal()
         );
+    }
+
+    #[test]
+    fn huge_pages_require_on_demand_paging() {
+        assert!(!Access::HUGE_PAGES.is_legal());
+        assert!((Access::HUGE_PAGES | Access::ON_DEMAND).is_legal());
     }
 
     #[test]

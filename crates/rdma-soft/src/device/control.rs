@@ -80,6 +80,15 @@ impl DeviceControl {
         self.0.refusals.flush.store(ignore, Ordering::Relaxed);
     }
 
+    /// Starts or stops landing payload out of order in memory registered from now on with
+    /// [`RELAXED_ORDERING`](rdma_provider::types::Access::RELAXED_ORDERING), as adapters may: the
+    /// end of each packet before its start, with a pause for other threads between. A program that
+    /// polls the last byte instead of waiting for a completion then reads bytes that have not
+    /// arrived.
+    pub fn reorder_relaxed(&self, reorder: bool) {
+        self.0.keys.reorders.store(reorder, Ordering::Relaxed);
+    }
+
     /// Accepts `posted` more sends, then refuses one with ENOMEM: a fault of a driver.
     ///
     /// Later requests in the same list are not posted.

@@ -13,11 +13,10 @@ use rustix::fs::{SealFlags, fcntl_get_seals, fstat, fstatfs};
 use rdma_provider::VerbError;
 use rdma_provider::contract::DmaBufRange;
 
+use crate::memory::PAGE;
+
 /// `f_type` of a dma-buf, `linux/magic.h`.
 const DMA_BUF_MAGIC: u64 = 0x444d_4142;
-
-/// Page size modulo which `iova` and `offset` must agree. Machines with larger pages accept less.
-const PAGE: u64 = 4096;
 
 /// Maps `range` of a dma-buf, or of a `memfd_create(2)` with `F_SEAL_SHRINK`.
 ///

@@ -5,7 +5,8 @@
 //!
 //! Memory that a peer may access is accessed by atomics or their equivalent only (S2), because the
 //! program accesses it concurrently. Stores ascend and the last one is a release: a program that
-//! polls the last byte with acquire sees all bytes.
+//! polls the last byte with acquire sees all bytes. In memory that is registered to land
+//! out of order the last byte comes first.
 
 #![allow(unsafe_code)]
 
@@ -35,12 +36,18 @@ pub(crate) struct Segment<'k> {
     len: usize,
     /// Accessed by atomics only.
     shared: bool,
+    /// Written from the end to the start; also `shared`.
+    reordered: bool,
     _use: Use<'k>,
 }
 
 impl Segment<'_> {
     pub(crate) const fn len(&self) -> usize {
         self.len
+    }
+
+    pub(crate) const fn is_reordered(&self) -> bool {
+        self.reordered
     }
 
     #[cfg(test)]
@@ -98,7 +105,7 @@ impl Region {
         &self,
         addr: u64,
         len: usize,
-        shared: bool,
+        (shared, reordered): (bool, bool),
         hold: Use<'k>,
     ) -> Option<Segment<'k>> {
         let start = self.start.load(Ordering::Relaxed);
@@ -109,7 +116,7 @@ impl Region {
         }
         // SAFETY: `offset` is within the memory of a live registration, just checked (S1).
         let pointer = unsafe { self.base.load(Ordering::Relaxed).add(offset) };
-        Some(Segment { pointer, len, shared, _use: hold })
+        Some(Segment { pointer, len, shared, reordered, _use: hold })
     }
 }
 
@@ -137,7 +144,7 @@ impl Payload<'_, '_> {
     #[inline(always)]
     pub(crate) fn copy_to(&self, to: &[Segment<'_>]) {
         match (*self, to) {
-            (Self::Segment(from) | Self::Segments([from]), [to]) => {
+            (Self::Segment(from) | Self::Segments([from]), [to]) if !to.reordered => {
                 let len = from.len.min(to.len);
                 // SAFETY: S1: both ranges are live registrations (invariant of Segment) of at least
                 // `len` bytes.
@@ -193,6 +200,7 @@ impl<'a, 'k> Cursor<'a, 'k> {
     fn write(&mut self, mut from: *const u8, mut len: usize, shared: bool) {
         while let [first, rest @ ..] = self.to {
             let step = len.min(first.len - self.offset);
+            let copy = if first.reordered { copy_reordered } else { copy };
             // SAFETY: S2: `from` has `len` bytes left and `first` has `step` from `offset`; both
             // stay registered or borrowed during the call.
             unsafe {
@@ -244,6 +252,33 @@ unsafe fn copy(from: *const u8, from_shared: bool, to: *mut u8, to_shared: bool,
             (true, false) => shared::load(from, to, len),
             (true, true) => shared::exchange(from, to, len),
         }
+    }
+}
+
+/// Copies `len` bytes in blocks of a cache line, the last block first. Other threads may run before
+/// the others follow, so that a program which takes the last byte for all is likely to notice.
+///
+/// # Safety
+///
+/// As for [`copy`].
+#[cold]
+unsafe fn copy_reordered(
+    from: *const u8,
+    from_shared: bool,
+    to: *mut u8,
+    to_shared: bool,
+    len: usize,
+) {
+    const BLOCK: usize = 64;
+    let mut end = len;
+    while end > 0 {
+        let start = (end - 1) / BLOCK * BLOCK;
+        // SAFETY: S2: `start..end` is within the `len` bytes of the caller.
+        unsafe { copy(from.add(start), from_shared, to.add(start), to_shared, end - start) };
+        if end == len {
+            std::thread::yield_now();
+        }
+        end = start;
     }
 }
 

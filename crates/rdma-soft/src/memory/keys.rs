@@ -22,7 +22,7 @@
 use std::collections::{HashMap, VecDeque};
 use std::fmt;
 use std::sync::OnceLock;
-use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 
 use rdma_provider::locks::Mutex;
 
@@ -52,7 +52,9 @@ const TAG_BITS: u32 = 8;
 /// Number of released keys that are not reused, so that late packets match none.
 const QUARANTINE: usize = 256;
 /// Bit of [`Slot::rights`], not used by `Access`: atomic accesses only.
-const SHARED: u32 = 1 << 31;
+pub(crate) const SHARED: u32 = 1 << 31;
+/// Bit of [`Slot::rights`], not used by `Access`: payload lands out of order.
+pub(crate) const REORDERED: u32 = 1 << 30;
 /// Bit of the owner in [`Slot::rights`]: the owner is a queue pair, not a protection domain.
 const WINDOW: u32 = 1 << 31;
 /// Bit of [`Slot::users`]: not registered.
@@ -68,6 +70,8 @@ pub(crate) struct Keys {
     free: Mutex<FreeList>,
     /// By [`family`].
     pub(crate) windows: Mutex<HashMap<u32, Window>>,
+    /// Whether payload for memory registered with [`Access::RELAXED_ORDERING`] lands out of order.
+    pub(crate) reorders: AtomicBool,
 }
 
 impl fmt::Debug for Keys {
@@ -93,8 +97,8 @@ pub(crate) struct Slot {
     /// 0 if the slot was never claimed.
     key: AtomicU32,
     region: Region,
-    /// Low half: access and [`SHARED`]. High half: a protection domain, or [`WINDOW`] and a queue
-    /// pair.
+    /// Low half: access, [`SHARED`] and [`REORDERED`]. High half: a protection domain, or
+    /// [`WINDOW`] and a queue pair.
     rights: AtomicU64,
 }
 
@@ -122,12 +126,12 @@ impl Drop for Use<'_> {
 }
 
 impl Slot {
-    /// Permits uses. `owner` has the format of [`Slot::rights`].
-    pub(crate) fn open(&self, key: u32, owner: u32, access: Access, shared: bool) {
-        let shared = if shared { SHARED } else { 0 };
+    /// Permits uses. `owner` has the format of [`Slot::rights`], `marks` are [`SHARED`] and
+    /// [`REORDERED`].
+    pub(crate) fn open(&self, key: u32, owner: u32, access: Access, marks: u32) {
         self.key.store(key, Ordering::Relaxed);
         self.rights
-            .store(u64::from(owner) << 32 | u64::from(access.bits() | shared), Ordering::Relaxed);
+            .store(u64::from(owner) << 32 | u64::from(access.bits() | marks), Ordering::Relaxed);
         // Release pairs with the acquire in `find`: a lookup that sees the slot open sees its
         // fields.
         self.users.fetch_and(!CLOSED, Ordering::Release);
@@ -165,6 +169,7 @@ impl Keys {
             chunks: Box::new([const { OnceLock::new() }; CHUNKS]),
             free: Mutex::new(FreeList::default()),
             windows: Mutex::default(),
+            reorders: AtomicBool::new(false),
         }
     }
 
@@ -184,7 +189,11 @@ impl Keys {
         let (slot, key) = self.claim(random)?;
         slot.region.assign(memory);
         let writable = access.intersects(Access::REMOTE_WRITE | Access::REMOTE_ATOMIC);
-        slot.open(key, pd, access, shared || writable);
+        let mut marks = if shared || writable { SHARED } else { 0 };
+        if access.contains(Access::RELAXED_ORDERING) && self.reorders.load(Ordering::Relaxed) {
+            marks |= SHARED | REORDERED;
+        }
+        slot.open(key, pd, access, marks);
         Some(key)
     }
 
@@ -277,7 +286,8 @@ impl Keys {
         if !is_owner((rights >> 32) as u32) || !access.contains(need) {
             return Err(NotCovered);
         }
-        slot.region.piece(addr, len, rights as u32 & SHARED != 0, hold).ok_or(NotCovered)
+        let marks = (rights as u32 & SHARED != 0, rights as u32 & REORDERED != 0);
+        slot.region.piece(addr, len, marks, hold).ok_or(NotCovered)
     }
 
     /// Appends bytes `skip..skip + len` of a long enough list to `out`. Empty elements are not

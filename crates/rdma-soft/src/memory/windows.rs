@@ -5,7 +5,7 @@
 
 use rdma_provider::types::{Access, Qpn, Rkey, WindowBind};
 
-use super::keys::{Keys, NotCovered, family, window_owner};
+use super::keys::{Keys, NotCovered, REORDERED, SHARED, family, window_owner};
 
 #[derive(Debug)]
 pub(crate) struct Window {
@@ -75,7 +75,8 @@ impl Keys {
         let slot = self.slot(key).ok_or(NotCovered)?;
         let segment = self.resolve(bind.lkey.0, pd, bind.addr, len, need)?;
         slot.region().assign_window(&segment, bind.addr);
-        slot.open(key, window_owner(qpn), bind.access, true);
+        let marks = if segment.is_reordered() { SHARED | REORDERED } else { SHARED };
+        slot.open(key, window_owner(qpn), bind.access, marks);
         window.key = key;
         window.bound = Some(Binding { region: bind.lkey.0, qpn });
         // Until here the segment blocks the registration's removal; now `Keys::remove` finds the

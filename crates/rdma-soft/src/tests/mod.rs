@@ -56,7 +56,7 @@ impl Buffer {
         let words = vec![0_u64; len.div_ceil(8).max(1)].into_boxed_slice();
         let base = NonNull::new(Box::into_raw(words).cast::<u8>()).unwrap();
         // SAFETY: freed in `drop`, after the registration; touched only through the pointer.
-        let mr = unsafe { pd.register(base, len, access, false) }.unwrap();
+        let mr = unsafe { pd.register(base, len, base.as_ptr() as u64, access, false) }.unwrap();
         Self { mr: Some(mr), base, len }
     }
 

@@ -26,6 +26,7 @@ use crate::device::events::Events;
 use crate::device::shared_receive_queue::SrqInner;
 use crate::device::{DeviceInner, MAX_MR_SIZE, dma_buf};
 use crate::error::OpenError;
+use crate::memory::PAGE;
 use crate::memory::dma::Memory;
 use crate::net::Network;
 use crate::net::node::PORT;
@@ -221,19 +222,23 @@ impl contract::Pd<Soft> for Pd {
         &self,
         addr: NonNull<u8>,
         len: usize,
+        iova: u64,
         access: Access,
         shared: bool,
     ) -> Result<Mr, VerbError> {
         const VERB: &str = "ibv_reg_mr";
         let device = &self.device;
         device.check_alive(VERB)?;
-        let wraps = addr.addr().get().checked_add(len).is_none() || isize::try_from(len).is_err();
-        if wraps || len as u64 > MAX_MR_SIZE || !access.is_legal() {
+        let wraps = addr.addr().get().checked_add(len).is_none()
+            || iova.checked_add(len as u64).is_none()
+            || isize::try_from(len).is_err();
+        let apart = (addr.addr().get() as u64 ^ iova) & (PAGE - 1) != 0;
+        if wraps || apart || len as u64 > MAX_MR_SIZE || !access.is_legal() {
             return Err(VerbError::new(VERB, VerbError::EINVAL));
         }
         // SAFETY: the caller keeps the range allocated until the registration is dropped (S1), and
         // `Drop` below removes it from the keys.
-        let memory = unsafe { Memory::new(addr.as_ptr(), len, addr.addr().get() as u64) };
+        let memory = unsafe { Memory::new(addr.as_ptr(), len, iova) };
         self.insert(VERB, memory, access, shared, None)
     }
 
