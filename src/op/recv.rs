@@ -30,8 +30,10 @@ pub struct Received<B> {
     pub written: bool,
     /// The queue pair it arrived on, for users of a shared receive queue.
     pub qpn: Qpn,
-    /// The queue pair of the sender (UD).
+    /// The queue pair of the sender (UD), see [`sender`](Self::sender).
     pub src_qpn: Qpn,
+    pub(super) src_lid: u16,
+    pub(super) service_level: u8,
     /// The flags of the completion.
     pub flags: WcFlags,
 }
@@ -64,6 +66,8 @@ impl<B: Scatter> OperationKind for ReceiveMessage<B> {
             written,
             qpn: completion.qpn,
             src_qpn: completion.src_qpn,
+            src_lid: completion.src_lid,
+            service_level: completion.service_level,
             flags: completion.flags,
         }
     }

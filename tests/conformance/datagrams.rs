@@ -1,13 +1,15 @@
 //! Datagrams that are delivered, dropped or refused.
 
 use tokio_rdma::types::{
-    Data, Qkey, QpState, Qpn, SendFlags, SendOp, SendWr, Transport, WcFlags, WcStatus, WrId,
+    AddressVector, Data, Qkey, QpState, Qpn, SendFlags, SendOp, SendWr, Transport, WcFlags,
+    WcStatus, WrId,
 };
 
+use crate::common::pair::{self, Pair, Shape};
 use crate::common::raw::{End, Options, QKEY, connected, outcome, settle};
-use crate::common::{Memory, events, rxe};
+use crate::common::{Memory, Setup, events, in_every_mode, rxe, within};
 
-fn pair() -> (End, End, crate::common::Setup) {
+fn pair() -> (End, End, Setup) {
     connected(&Options::of(Transport::Ud))
 }
 
@@ -171,4 +173,38 @@ fn address_handle_with_unknown_port_or_gid_is_refused() {
         };
         assert_eq!(a.pd.address_handle(&bad).unwrap_err().errno, errno, "port {port}, GID {index}");
     }
+}
+
+in_every_mode! {
+    datagrams_are_answered_from_where_they_arrived,
+}
+
+async fn datagrams_are_answered_from_where_they_arrived(mode: &str) {
+    let pair = Pair::shaped(Setup::new(), &Shape::new(Transport::Ud, mode));
+    let Pair { a, b, .. } = &pair;
+    let default = a.route_to(b);
+    let marked = AddressVector { traffic_class: 0x68, ..*default.address() };
+    let marked = a.pd.address_handle(&marked).unwrap();
+    for (route, class) in [(&default, default.address().traffic_class), (&marked, 0x68)] {
+        let request = b.qp.recv(b.blank(100));
+        a.qp.send_to(a.buffer(b"question"), route, b.qp.qpn(), pair::QKEY).await.unwrap();
+        let sender = within("a datagram", request).await.unwrap().sender().unwrap();
+        let (ours, theirs) = (a.qp.endpoint(), b.qp.endpoint());
+        assert_eq!((sender.qpn, sender.lid), (a.qp.qpn(), ours.lid));
+        if default.address().dlid == 0 {
+            assert_eq!((sender.gid, sender.destination), (Some(ours.gid), Some(theirs.gid)));
+            // The software device does not take it out of packets.
+            let class = if pair.setup.is_software() { 0 } else { class };
+            assert_eq!(sender.traffic_class, class, "{sender:?}");
+        }
+        let answer = a.qp.recv(a.blank(100));
+        let back = sender.address_handle(&b.pd).unwrap();
+        b.qp.send_to(b.buffer(b"answer"), &back, sender.qpn, pair::QKEY).await.unwrap();
+        assert_eq!(within("the answer", answer).await.unwrap().buffer[40..], *b"answer");
+    }
+    // A message that is shorter than the header is none.
+    let pair = Pair::new(Transport::Rc, mode);
+    let message = pair.b.qp.recv(pair.b.blank(100));
+    pair.a.qp.send(pair.a.buffer(b"short")).await.unwrap();
+    assert!(message.await.unwrap().sender().is_none());
 }

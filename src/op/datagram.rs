@@ -1,0 +1,157 @@
+//! Senders of datagrams, and how to answer them.
+
+use std::net::Ipv4Addr;
+use std::ops::Deref;
+
+use super::Received;
+use crate::error::SetupError;
+use crate::memory::Scatter;
+use crate::types::{AddressVector, Gid, GidEntry, PortAttr, PortNum, Qpn, WcFlags};
+use crate::verbs::{AddressHandle, Device, ProtectionDomain};
+
+/// Length in bytes of the header in front of each datagram, see [`WcFlags::GRH`].
+const HEADER: usize = 40;
+/// Offset of the IPv4 header in it.
+const IPV4: usize = 20;
+
+/// The sender of a datagram, see [`Received::sender`].
+///
+/// `qpn` and `gid`, or on InfiniBand without routing headers `qpn` and `lid`, identify a queue pair
+/// in the network. A sender can forge them, as it can the addresses of UDP.
+#[derive(Debug, Clone, Copy)]
+#[non_exhaustive]
+pub struct DatagramSender {
+    /// Queue pair of the sender.
+    pub qpn: Qpn,
+    /// Address of the sender; `None` if the datagram has no routing header.
+    pub gid: Option<Gid>,
+    /// LID of the sender on InfiniBand, 0 on RoCE.
+    pub lid: u16,
+    /// Address to which the datagram was sent, perhaps that of a multicast group.
+    pub destination: Option<Gid>,
+    /// Traffic class of the datagram: DSCP and ECN bits.
+    pub traffic_class: u8,
+    /// Flow label of the datagram, 20 bits; 0 for IPv4.
+    pub flow_label: u32,
+    /// Service level of the datagram.
+    pub service_level: u8,
+}
+
+impl DatagramSender {
+    /// Reads the routing header.
+    fn set_route(&mut self, header: &[u8; HEADER]) {
+        let address = |at: usize| header[at..].first_chunk::<16>().map(|bytes| Gid(*bytes));
+        let ipv4 =
+            |at: usize| header[at..].first_chunk::<4>().map(|&bytes| Ipv4Addr::from(bytes).into());
+        if is_ipv4(&header[IPV4..]) {
+            (self.gid, self.destination) = (ipv4(IPV4 + 12), ipv4(IPV4 + 16));
+            self.traffic_class = header[IPV4 + 1];
+        } else {
+            (self.gid, self.destination) = (address(8), address(24));
+            let word = u32::from_be_bytes([header[0], header[1], header[2], header[3]]);
+            self.traffic_class = (word >> 20) as u8;
+            self.flow_label = word & 0xf_ffff;
+        }
+    }
+
+    /// Returns the route for an answer: from the address to which the datagram was sent, in its
+    /// traffic class, `ibv_create_ah_from_wc(3)`.
+    ///
+    /// Creating one is a system call on most devices; keep it for further datagrams to this sender.
+    ///
+    /// # Errors
+    ///
+    /// [`SetupError::NoGid`] if no active port has an address that reaches the sender.
+    pub fn address_handle(&self, pd: &ProtectionDomain) -> Result<AddressHandle, SetupError> {
+        let (port, entry) = match (self.arrived_at(pd.device())?, self.gid) {
+            (Some(found), _) => found,
+            (None, Some(gid)) => pd.device().path_to(gid)?,
+            (None, None) => pd.device().default_path()?,
+        };
+        let gid = self.gid.unwrap_or_default();
+        Ok(pd.address_handle(&AddressVector {
+            dlid: self.lid,
+            service_level: self.service_level,
+            traffic_class: self.traffic_class,
+            flow_label: self.flow_label,
+            ..AddressVector::new(port.port, entry.index, gid)
+        })?)
+    }
+
+    /// Returns the active port and the entry of its GID table to which the datagram was sent.
+    fn arrived_at(&self, device: &Device) -> Result<Option<(PortAttr, GidEntry)>, SetupError> {
+        let Some(destination) = self.destination else { return Ok(None) };
+        for number in 1..=device.attr().ports {
+            let ranked = device.gids(PortNum(number), self.gid)?;
+            if let Some(found) = ranked.iter().find(|ranked| ranked.entry.gid == destination) {
+                let (port, entry) = device.path_from(PortNum(number), found.entry.index)?;
+                return Ok(Some((port, entry)));
+            }
+        }
+        Ok(None)
+    }
+}
+
+/// Returns true for an IPv4 header without options, whose checksum is right. What an IPv6 header
+/// has in its place passes with probability 2^-24.
+fn is_ipv4(header: &[u8]) -> bool {
+    let words = header.chunks_exact(2).map(|word| u32::from(word[0]) << 8 | u32::from(word[1]));
+    header[0] == 0x45 && words.sum::<u32>() % 0xffff == 0
+}
+
+impl<B: Scatter + Deref<Target = [u8]>> Received<B> {
+    /// Returns who sent a datagram, to answer it.
+    ///
+    /// For receives of datagram queue pairs (UD) only: the first 40 bytes of other messages are the
+    /// peer's data. Returns `None` if the buffer has fewer bytes.
+    ///
+    /// ```
+    /// use tokio_rdma::types::{AddressVector, Qkey, Transport};
+    /// use tokio_rdma::{CompletionMode, CompletionQueue, Device, Pool, QueuePair};
+    ///
+    /// # #[tokio::main(flavor = "current_thread")]
+    /// # async fn main() -> Result<(), Box<dyn std::error::Error>> {
+    /// # let device = Device::open_default_or_software()?;
+    /// # let pd = device.protection_domain()?;
+    /// const KEY: Qkey = Qkey(0x1234);
+    /// let queue = CompletionQueue::new(&device, CompletionMode::Event)?;
+    /// let new = || QueuePair::builder(&pd, &queue).transport(Transport::Ud).qkey(KEY).build();
+    /// let (client, server) = (new()?, new()?);
+    /// client.activate()?;
+    /// server.activate()?;
+    /// let pool = Pool::new(&pd, 64, 4)?;
+    /// # let (port, entry) = device.default_path()?;
+    /// # let endpoint = server.endpoint();
+    /// # let to_server = AddressVector::new(port.port, entry.index, endpoint.gid);
+    /// # let to_server = AddressVector { dlid: endpoint.lid, ..to_server };
+    /// # let to_server = pd.address_handle(&to_server)?;
+    /// let request = server.recv(pool.try_alloc(64)?);
+    /// client.send_to(pool.copy_from(b"question")?, &to_server, server.qpn(), KEY).await?;
+    ///
+    /// let sender = request.await?.sender().ok_or("no header")?;
+    /// assert_eq!(sender.qpn, client.qpn());
+    /// let answer = client.recv(pool.try_alloc(64)?);
+    /// let to_client = sender.address_handle(&pd)?;
+    /// server.send_to(pool.copy_from(b"answer")?, &to_client, sender.qpn, KEY).await?;
+    /// assert_eq!(answer.await?.buffer[40..], *b"answer");
+    /// # Ok(())
+    /// # }
+    /// ```
+    #[must_use]
+    pub fn sender(&self) -> Option<DatagramSender> {
+        let header = self.buffer.first_chunk::<HEADER>()?;
+        let mut sender = DatagramSender {
+            qpn: self.src_qpn,
+            gid: None,
+            lid: self.src_lid,
+            destination: None,
+            traffic_class: 0,
+            flow_label: 0,
+            service_level: self.service_level,
+        };
+        if self.flags.contains(WcFlags::GRH) {
+            sender.set_route(header);
+        }
+        Some(sender)
+    }
+}
