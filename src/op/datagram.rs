@@ -43,7 +43,7 @@ impl DatagramSender {
         let address = |at: usize| header[at..].first_chunk::<16>().map(|bytes| Gid(*bytes));
         let ipv4 =
             |at: usize| header[at..].first_chunk::<4>().map(|&bytes| Ipv4Addr::from(bytes).into());
-        if is_ipv4(&header[IPV4..]) {
+        if is_ipv4(header) {
             (self.gid, self.destination) = (ipv4(IPV4 + 12), ipv4(IPV4 + 16));
             self.traffic_class = header[IPV4 + 1];
         } else {
@@ -92,11 +92,18 @@ impl DatagramSender {
     }
 }
 
-/// Returns true for an IPv4 header without options, whose checksum is right. What an IPv6 header
-/// has in its place passes with probability 2^-24.
-fn is_ipv4(header: &[u8]) -> bool {
-    let words = header.chunks_exact(2).map(|word| u32::from(word[0]) << 8 | u32::from(word[1]));
-    header[0] == 0x45 && words.sum::<u32>() % 0xffff == 0
+/// Returns true if the IP header is one of IPv4, which is in the last 20 bytes, behind bytes that
+/// are not defined.
+///
+/// These may look like IPv6. Then the checksum decides, which SoftRoCE leaves out of packets that
+/// do not leave its device. Half of an IPv6 address passes it with probability 2^-24.
+fn is_ipv4(header: &[u8; HEADER]) -> bool {
+    let ip = &header[IPV4..];
+    if header[0] >> 4 != 6 {
+        return ip[0] >> 4 == 4;
+    }
+    let words = ip.chunks_exact(2).map(|word| u32::from(word[0]) << 8 | u32::from(word[1]));
+    ip[0] == 0x45 && words.sum::<u32>() % 0xffff == 0
 }
 
 impl<B: Scatter + Deref<Target = [u8]>> Received<B> {
@@ -153,5 +160,52 @@ impl<B: Scatter + Deref<Target = [u8]>> Received<B> {
             sender.set_route(header);
         }
         Some(sender)
+    }
+}
+
+#[cfg(all(test, not(loom)))]
+mod tests {
+    use super::*;
+
+    fn sender(header: [u8; HEADER]) -> DatagramSender {
+        let mut sender = DatagramSender {
+            qpn: Qpn(1),
+            gid: None,
+            lid: 0,
+            destination: None,
+            traffic_class: 0,
+            flow_label: 0,
+            service_level: 0,
+        };
+        sender.set_route(&header);
+        sender
+    }
+
+    /// A header of 10.0.0.1 to 10.0.0.2, class 0x68, with its checksum.
+    const IPV4_HEADER: [u8; 20] =
+        [0x45, 0x68, 0, 72, 0, 0, 0x40, 0, 64, 17, 0x26, 0x3b, 10, 0, 0, 1, 10, 0, 0, 2];
+
+    #[test]
+    fn ipv4_header_is_found_behind_any_bytes() {
+        for front in [0_u8, 0x60, 0xff] {
+            let mut header = [front; HEADER];
+            header[IPV4..].copy_from_slice(&IPV4_HEADER);
+            let sender = sender(header);
+            let gid = |last| Some(Gid::from(Ipv4Addr::new(10, 0, 0, last)));
+            assert_eq!((sender.gid, sender.destination), (gid(1), gid(2)), "{front:#x}");
+            assert_eq!((sender.traffic_class, sender.flow_label), (0x68, 0));
+        }
+    }
+
+    #[test]
+    fn ipv6_header_whose_addresses_resemble_ipv4_is_one_of_ipv6() {
+        let mut header = [0; HEADER];
+        header[..4].copy_from_slice(&0x6681_2345_u32.to_be_bytes());
+        header[IPV4..].copy_from_slice(&IPV4_HEADER);
+        header[IPV4 + 10] ^= 1;
+        let sender = sender(header);
+        assert_eq!(sender.gid.unwrap().0[..], header[8..24]);
+        assert_eq!(sender.destination.unwrap().0[..], header[24..]);
+        assert_eq!((sender.traffic_class, sender.flow_label), (0x68, 0x1_2345));
     }
 }
