@@ -687,3 +687,95 @@ fn zero_capacity_queue_pair_refuses_posts() {
         assert_eq!(a.recv(1, &[]).unwrap_err().error.errno, 12);
     }
 }
+
+/// Sends that need no receive and no window, each with the bytes of its list.
+fn one_sided(remote: RemoteAddr) -> [(SendOp, usize); 4] {
+    [
+        (SendOp::Write(remote), 24),
+        (SendOp::Read(remote), 24),
+        (SendOp::FetchAdd { remote, add: 1 }, 8),
+        (SendOp::CompareSwap { remote, compare: 0, swap: 1 }, 8),
+    ]
+}
+
+#[test]
+fn unsignalled_work_of_every_kind_is_done_without_a_completion() {
+    let (a, b, _setup) = connected(&Options::default());
+    let (from, to, marker) = (Memory::patterned(&a.pd, 24, 4), b.memory(64), b.memory(8));
+    let (none, signaled) = (SendFlags::empty(), SendFlags::SIGNALED);
+    let mut ops = one_sided(to.remote(0)).to_vec();
+    ops.push((SendOp::WriteWithImm(to.remote(0), Imm(5)), 24));
+    ops.push((SendOp::Send, 24));
+    ops.push((SendOp::SendWithImm(Imm(6)), 24));
+    for (op, len) in ops {
+        let receives =
+            matches!(op, SendOp::Send | SendOp::SendWithImm(_) | SendOp::WriteWithImm(..));
+        if receives {
+            b.recv(3, &[to.sge(32, 24)]).unwrap();
+        }
+        a.send_with(1, op, none, Data::Sges(&[from.sge(0, len)])).unwrap();
+        let end = SendOp::Write(marker.remote(0));
+        a.send_with(2, end, signaled, Data::Sges(&[from.sge(0, 8)])).unwrap();
+        assert_eq!(outcome(&a.sent(1)), [(2, WcStatus::SUCCESS)], "{op:?}");
+        assert_eq!(outcome(&b.received(usize::from(receives))).len(), usize::from(receives));
+        assert_eq!(outcome(&a.sent(0)), [], "{op:?}");
+    }
+}
+
+#[test]
+fn unsignalled_work_of_every_kind_reports_its_failure() {
+    let nowhere = RemoteAddr { addr: 8, rkey: Rkey(0) };
+    for (op, len) in one_sided(nowhere) {
+        let (a, _b, _setup) = connected(&Options::default());
+        let from = a.memory(24);
+        a.send_with(1, op, SendFlags::empty(), Data::Sges(&[from.sge(0, len)])).unwrap();
+        assert_eq!(outcome(&a.sent(1)), [(1, WcStatus::REM_ACCESS_ERR)], "{op:?}");
+    }
+    for op in [SendOp::Send, SendOp::SendWithImm(Imm(1))] {
+        let (a, b, _setup) = connected(&Options::default());
+        let (from, to) = (a.memory(24), b.memory(8));
+        b.recv(2, &[to.sge(0, 8)]).unwrap();
+        a.send_with(1, op, SendFlags::empty(), Data::Sges(&[from.sge(0, 24)])).unwrap();
+        assert_eq!(outcome(&a.sent(1)), [(1, rxe::TOO_LONG_HERE.on(&a.device))], "{op:?}");
+    }
+}
+
+#[test]
+fn earlier_of_a_local_and_a_remote_error_is_reported() {
+    let nowhere = RemoteAddr { addr: 8, rkey: Rkey(0) };
+    let uncovered = [Sge { addr: 8, length: 8, lkey: Lkey(0) }];
+    for remote_first in [true, false] {
+        let (a, b, _setup) = connected(&Options::default());
+        let (from, to) = (a.memory(8), b.memory(8));
+        let covered = [from.sge(0, 8)];
+        let wr = |wr_id, op, sges| SendWr {
+            wr_id: WrId(wr_id),
+            op,
+            flags: SendFlags::SIGNALED,
+            data: Data::Sges(sges),
+            target: None,
+        };
+        let far = |id| wr(id, SendOp::Write(nowhere), &covered);
+        let near = |id| wr(id, SendOp::Write(to.remote(0)), &uncovered);
+        let (list, first) = if remote_first {
+            ([far(1), near(2)], WcStatus::REM_ACCESS_ERR)
+        } else {
+            ([near(1), far(2)], rxe::SEND_WITHOUT_KEY.on(&a.device))
+        };
+        a.post(&list).unwrap();
+        assert_eq!(outcome(&a.sent(2)), [(1, first), (2, WcStatus::WR_FLUSH_ERR)]);
+        assert_eq!(to.all(), [0; 8]);
+    }
+}
+
+#[test]
+fn result_of_an_atomic_is_scattered_over_its_list() {
+    let (a, b, _setup) = connected(&Options::default());
+    let (result, to) = (a.memory(32), b.memory(8));
+    to.0.store(0, u64::from_ne_bytes(*b"abcdefgh")).unwrap();
+    let sges = [result.sge(1, 3), result.sge(16, 4), result.sge(9, 1)];
+    a.send(1, SendOp::FetchAdd { remote: to.remote(0), add: 0 }, &sges).unwrap();
+    assert_eq!(outcome(&a.sent(1)), [(1, WcStatus::SUCCESS)]);
+    assert_eq!([result.bytes(1, 3), result.bytes(16, 4), result.bytes(9, 1)].concat(), b"abcdefgh");
+    assert_eq!((result.bytes(4, 5), result.bytes(20, 12)), (vec![0; 5], vec![0; 12]));
+}

@@ -20,4 +20,7 @@ mod registrations;
 mod shared;
 mod states;
 mod transitions;
+mod walk;
 mod windows;
+mod wrong_transport;
+mod zero_bytes;

@@ -65,7 +65,7 @@ const TRANSPORTS: [(Transport, &str); 3] =
     [(Transport::Rc, "RC"), (Transport::Uc, "UC"), (Transport::Ud, "UD")];
 
 /// Returns the required and optional attributes of a transition, or `None` if it is illegal.
-fn row(
+pub(super) fn row(
     transport: &str,
     from: QpState,
     to: QpState,
@@ -110,7 +110,7 @@ fn set(attr: &mut QpAttr, name: &str, state: QpState, peer: &End) {
     }
 }
 
-fn attributes(names: &[&str], from: QpState, to: QpState, peer: &End) -> QpAttr {
+pub(super) fn attributes(names: &[&str], from: QpState, to: QpState, peer: &End) -> QpAttr {
     let mut attr = QpAttr::to_state(to);
     for name in names {
         set(&mut attr, name, from, peer);
