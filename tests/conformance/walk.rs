@@ -63,13 +63,13 @@ impl Modelled {
             _ => attributes(&required, self.state, to, peer),
         };
         self.end.qp.modify(&attr).unwrap();
-        self.state = to;
-        match to {
-            QpState::Reset => self.receives.clear(),
-            QpState::Err => self.flush(),
-            QpState::Sqd => self.end.drained(),
+        match (self.state, to) {
+            (_, QpState::Reset) => self.receives.clear(),
+            (_, QpState::Err) => self.flush(),
+            (QpState::Rts, QpState::Sqd) => self.end.drained(),
             _ => {}
         }
+        self.state = to;
     }
 
     fn recv(&mut self) {
