@@ -303,6 +303,7 @@ impl contract::Cq for Cq {
         fn poll(out: &mut [WorkCompletion]) -> Result<usize, VerbError>;
         #[inline]
         fn is_empty() -> Option<bool>;
+        fn resize(capacity: u32) -> Result<(), VerbError>;
         fn moderate(completions: u16, period: u16) -> Result<(), VerbError>;
         fn ack(events: u32);
     }

@@ -167,7 +167,8 @@ impl CompletionQueueBuilder {
     /// The default is 16,384, enough for 64 queue pairs with default settings, or the device's
     /// limit if that is lower. On ConnectX adapters, with 64-byte entries, that locks 1 MiB of
     /// memory; if it is not available, the queue has 1024 entries. The software device allocates
-    /// entries with use.
+    /// entries with use. A queue of the default capacity grows with the queue pairs that use it
+    /// (`ibv_resize_cq(3)`), except on the direct data path of ConnectX adapters.
     #[must_use]
     pub fn capacity(mut self, completions: u32) -> Self {
         self.capacity = Some(completions);
@@ -212,7 +213,7 @@ impl CompletionQueueBuilder {
         if let Some((completions, period)) = self.moderation {
             cq.moderate(completions, period)?;
         }
-        let shared = Arc::new(Drainer::new(cq, channel, self.mode));
+        let shared = Arc::new(Drainer::new(cq, channel, self.mode, self.capacity.is_none()));
         let weak = Arc::downgrade(&shared);
         shared.verbs().on_fault(Box::new(move || {
             // The drain finds the queue dead.

@@ -54,6 +54,7 @@ pub(crate) struct Drainer {
     state: Mutex<State>,
     direct: Option<Arc<DirectQueue>>,
     cq: Cq,
+    grows: bool,
     channel: Option<Channel>,
 }
 
@@ -126,9 +127,11 @@ struct Attached {
 }
 
 impl Drainer {
-    pub(super) fn new(cq: Cq, channel: Option<Channel>, mode: CompletionMode) -> Self {
+    /// `grows`: the queue is resized if queue pairs need more entries than it has.
+    pub(super) fn new(cq: Cq, channel: Option<Channel>, mode: CompletionMode, grows: bool) -> Self {
         Self {
             channel,
+            grows,
             mode,
             waiting: AtomicU32::new(0),
             solicited: AtomicU32::new(0),
@@ -150,7 +153,7 @@ impl Drainer {
                 ready_budget: READY_BUDGET,
                 failed: None,
                 woken: WakeList::new(),
-                counters: CompletionQueueCounters { capacity: cq.capacity(), ..Default::default() },
+                counters: CompletionQueueCounters::default(),
             }),
             direct: cq.direct(),
             cq,
@@ -168,6 +171,7 @@ impl Drainer {
     pub(super) fn counters(&self) -> CompletionQueueCounters {
         let state = lock(&self.state);
         CompletionQueueCounters {
+            capacity: self.cq.capacity(),
             reserved: state.reserved,
             waiting: self.waiting.load(Ordering::Relaxed),
             spin_rounds: self.spin.rounds(),
@@ -184,10 +188,7 @@ impl Drainer {
         if let Some(error) = state.failed {
             return Err(error.into());
         }
-        let free = self.cq.capacity() - state.reserved;
-        if limits.depth > free {
-            return Err(SetupError::CompletionQueueFull { asked: limits.depth, free });
-        }
+        self.make_room(state.reserved, limits.depth)?;
         let number = match state.vacant.pop() {
             Some(number) => number,
             None => {
@@ -209,6 +210,32 @@ impl Drainer {
         state.queues[number as usize] =
             Some(Attached { queue: queue.clone(), consumers: Vec::new(), reserved: limits.depth });
         Ok(queue)
+    }
+
+    /// Makes room for `asked` more entries. A queue that grows has twice as many then, so that many
+    /// queue pairs resize it a few times only.
+    fn make_room(&self, reserved: u32, asked: u32) -> Result<(), SetupError> {
+        let capacity = self.cq.capacity();
+        let free = capacity - reserved;
+        let limit = self.cq.device().attr().max_cqe;
+        let needed = reserved.saturating_add(asked);
+        if asked <= free {
+            return Ok(());
+        }
+        if self.grows && needed <= limit {
+            let wanted = capacity.saturating_mul(2).clamp(needed, limit);
+            match self.cq.resize(wanted) {
+                Ok(()) => return Ok(()),
+                Err(error) => rdma_provider::debug!(
+                    %error,
+                    cq = self.cq.id(),
+                    capacity,
+                    wanted,
+                    "failed to resize completion queue"
+                ),
+            }
+        }
+        Err(SetupError::CompletionQueueFull { asked, free })
     }
 
     /// Sets the queue pair to destroy if this completion queue fails.

@@ -8,7 +8,7 @@ use super::{Channel, Device};
 use crate::dispatch;
 use crate::dispatch::CqCounters;
 use crate::error::{LimitError, SetupError, VerbError};
-use crate::types::WorkCompletion;
+use crate::types::{DeviceAttr, WorkCompletion};
 use rdma_provider::contract::{Context as _, Cq as _};
 
 /// A completion queue of the verbs interface, `ibv_create_cq(3)`. Clones refer to the same queue.
@@ -84,12 +84,7 @@ impl Cq {
         cookie: u64,
     ) -> Result<Self, SetupError> {
         let attr = device.attr();
-        SetupError::at_least("completion queue entries (capacity)", capacity.into(), 1)?;
-        LimitError::check(
-            "completion queue entries (capacity)",
-            capacity.into(),
-            attr.max_cqe.into(),
-        )?;
+        Self::check_capacity(attr, capacity)?;
         LimitError::check(
             "completion vector",
             vector.into(),
@@ -166,6 +161,26 @@ impl Cq {
     /// thread can be started.
     pub(crate) fn on_fault(&self, listener: Box<Listener>) -> Result<(), VerbError> {
         self.inner.fault.listen(listener)
+    }
+
+    /// Changes the capacity to at least `capacity`, `ibv_resize_cq(3)`. Completions stay.
+    ///
+    /// # Errors
+    ///
+    /// The capacity stays as it was.
+    ///
+    /// - [`SetupError::TooSmall`] for 0, [`SetupError::Limit`] above the device's limit;
+    /// - [`SetupError::Verb`] with EINVAL if more completions wait, with EOPNOTSUPP if the device
+    ///   does not resize queues, or reads them directly (ConnectX with feature `mlx5`).
+    pub fn resize(&self, capacity: u32) -> Result<(), SetupError> {
+        Self::check_capacity(self.inner.device.attr(), capacity)?;
+        Ok(self.inner.raw.resize(capacity)?)
+    }
+
+    fn check_capacity(attr: &DeviceAttr, capacity: u32) -> Result<(), SetupError> {
+        const NAME: &str = "completion queue entries (capacity)";
+        SetupError::at_least(NAME, capacity.into(), 1)?;
+        Ok(LimitError::check(NAME, capacity.into(), attr.max_cqe.into())?)
     }
 
     /// Requests one event at the next completion, or, if `solicited_only`, at the next solicited or

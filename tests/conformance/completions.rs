@@ -14,7 +14,7 @@ use tokio_rdma::types::{
     AsyncEvent, Data, QpState, SendFlags, SendOp, SendWr, WcOpcode, WcStatus, WorkCompletion, WrId,
 };
 use tokio_rdma::verbs::{Channel, Cq};
-use tokio_rdma::{CompletionMode, CompletionQueue, Device, OpErrorKind, SetupError};
+use tokio_rdma::{CompletionMode, CompletionQueue, Device, OpErrorKind, SetupError, VerbError};
 
 use crate::common::raw::{End, Options, connect, connected, outcome, poll, take};
 use crate::common::{
@@ -727,4 +727,46 @@ fn event_moderation_is_applied_or_refused() {
     }
     let too_long = cq.moderate(1, Duration::from_secs(1)).unwrap_err();
     assert!(matches!(too_long, SetupError::Limit(limit) if limit.allowed == 65535), "{too_long}");
+}
+
+#[test]
+fn resized_queue_keeps_its_completions() {
+    let (a, b, setup) = connected(&Options { send_cqe: 8, ..Options::default() });
+    let send = |id| {
+        b.recv(id, &[]).unwrap();
+        a.send(id, SendOp::Send, &[]).unwrap();
+        assert_eq!(outcome(&b.received(1)), [(id, WcStatus::SUCCESS)]);
+    };
+    (1..=3).for_each(send);
+    let before = a.send_cq.capacity();
+    for (asked, least) in [(0, 1), (a.device.attr().max_cqe + 1, 0)] {
+        let refused = a.send_cq.resize(asked).unwrap_err();
+        let typed = match refused {
+            SetupError::TooSmall { .. } => least == 1,
+            SetupError::Limit(_) => least == 0,
+            _ => false,
+        };
+        assert!(typed, "{asked}: {refused:?}");
+    }
+    match a.send_cq.resize(100) {
+        Err(SetupError::Verb(error))
+            if !setup.is_software() && a.device.attr().vendor_id == 0x2c9 =>
+        {
+            assert_eq!((error.errno, a.send_cq.capacity()), (VerbError::EOPNOTSUPP, before));
+            return;
+        }
+        resized => resized.unwrap(),
+    }
+    assert!(a.send_cq.capacity() >= 100);
+    // More than fitted before.
+    (4..=24).for_each(send);
+    let fewer = a.send_cq.resize(5).unwrap_err();
+    assert!(matches!(fewer, SetupError::Verb(error) if error.errno == VerbError::EINVAL));
+    assert!(a.send_cq.capacity() >= 100);
+    let expected: Vec<_> = (1..=24).map(|id| (id, WcStatus::SUCCESS)).collect();
+    assert_eq!(outcome(&a.sent(24)), expected);
+    a.send_cq.resize(8).unwrap();
+    assert!((8..100).contains(&a.send_cq.capacity()));
+    send(25);
+    assert_eq!(outcome(&a.sent(1)), [(25, WcStatus::SUCCESS)]);
 }

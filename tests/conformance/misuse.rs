@@ -464,14 +464,50 @@ fn default_completion_queue_holds_64_default_queue_pairs() {
     run(1, "default sizes", async {
         let Pair { a, setup, .. } = Pair::new(Transport::Rc, "event");
         let queue = CompletionQueue::new(&setup.a, mode_of("event")).unwrap();
+        let first = queue.capacity();
         // With little locked memory, the queue is smaller.
         if queue.counters().capacity >= 64 * 256 {
             let all: Vec<_> = (0..64).map(|_| QueuePair::new(&a.pd, &queue).unwrap()).collect();
             assert_eq!(all.len(), 64);
+            assert_eq!(queue.capacity(), first);
         } else {
             let limit = setup.a.attr().max_cqe;
             assert!(hardware().is_some(), "{} of {limit} entries", queue.counters().capacity);
         }
+    });
+}
+
+#[test]
+fn completion_queue_of_default_capacity_grows_with_its_queue_pairs() {
+    run(1, "a queue that grows", async {
+        let Pair { a, b, setup } = Pair::new(Transport::Rc, "event");
+        let queue = CompletionQueue::new(&setup.a, mode_of("event")).unwrap();
+        let first = queue.capacity();
+        let build =
+            || QueuePair::builder(&a.pd, &queue).max_send_wr(1000).max_recv_wr(1000).build();
+        let fitting: Vec<_> = (0..first / 2000).map(|_| build().unwrap()).collect();
+        assert_eq!(queue.capacity(), first);
+        let last = match build() {
+            Ok(last) => last,
+            // The direct data path and the emulated ConnectX do not resize queues. SoftRoCE grants
+            // its limit at first.
+            Err(SetupError::CompletionQueueFull { asked, free }) if !setup.is_software() => {
+                let attr = setup.a.attr();
+                assert!(attr.vendor_id == 0x2c9 || attr.max_cqe == first, "{asked}, {free}");
+                return;
+            }
+            Err(error) => panic!("{error}"),
+        };
+        let grown = queue.counters();
+        assert!(grown.capacity > first && grown.reserved > first, "{grown:?}");
+        let sender = QueuePair::new(&b.pd, &b.queue).unwrap();
+        connect(&sender, &last, Mtu::Mtu1024, &RetryConfig::default());
+        let (received, message) = (last.recv(a.blank(8)), b.buffer(b"arrived"));
+        within("a send", sender.send(message)).await.unwrap();
+        assert_eq!(within("a receive", received).await.unwrap().buffer[..], *b"arrived");
+        drop((fitting, last));
+        assert_eq!(queue.counters().reserved, 0);
+        assert_eq!(queue.capacity(), grown.capacity);
     });
 }
 

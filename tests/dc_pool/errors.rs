@@ -2,7 +2,7 @@
 
 use tokio_rdma::dc::DcPolicy;
 use tokio_rdma::types::{AsyncEvent, WcStatus};
-use tokio_rdma::{OpErrorKind, SetupError};
+use tokio_rdma::{CompletionQueue, OpErrorKind, SetupError};
 
 use super::{Home, Node, block, exclusive, poll, setup, unblock, until};
 use crate::common::{Setup, in_every_mode, within};
@@ -314,9 +314,10 @@ fn pool_settings_are_validated_at_build() {
     let builder = || tokio_rdma::dc::DcPool::builder(&home.pd, &home.queue);
     let error = builder().initiators(0).build().unwrap_err();
     assert_eq!(error, SetupError::TooSmall { field: "initiators", asked: 0, least: 1 });
-    // Devices may round the capacity up.
-    let fit = home.queue.counters().capacity / 128;
-    let error = builder()
+    // A queue of chosen capacity does not grow. Devices may round the capacity up.
+    let queue = CompletionQueue::builder(&setup.a).capacity(1024).build().unwrap();
+    let fit = queue.counters().capacity / 128;
+    let error = tokio_rdma::dc::DcPool::builder(&home.pd, &queue)
         .initiators(fit as usize + 1)
         .initiator(|each| each.max_send_wr(128))
         .build()

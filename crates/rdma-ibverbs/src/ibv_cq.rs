@@ -14,12 +14,17 @@ use super::mlx5::direct::{self, CompletionQueue, Device, NewCompletionQueue};
 use super::{convert, sys};
 use rdma_provider::VerbError;
 use rdma_provider::contract;
+use rdma_provider::locks::Mutex;
 use rdma_provider::types::WorkCompletion;
 
 /// A completion queue, `ibv_cq`.
 #[derive(Debug)]
 pub struct Cq {
     raw: NonNull<ibv_cq>,
+    /// The field `cqe` of `raw`, which libibverbs changes when it resizes the queue.
+    capacity: AtomicU32,
+    /// Held while the queue is resized.
+    resizing: Mutex<()>,
     events: Arc<Events>,
     direct: Option<Arc<CompletionQueue>>,
 }
@@ -67,8 +72,10 @@ impl Cq {
                 unsafe { ibv_create_cq(context.as_ptr(), capacity, cq_context, channel, vector) }
             })?,
         };
+        // SAFETY: S3: the queue is alive, and nothing else uses it yet.
+        let capacity = AtomicU32::new(unsafe { granted(raw) });
         // From here on, an error destroys the queue.
-        let mut made = Self { raw, events, direct: None };
+        let mut made = Self { raw, capacity, resizing: Mutex::new(()), events, direct: None };
         if let Some(direct) = direct {
             // SAFETY: S3: new, and destroyed after the queue pairs that refer to it.
             made.direct = Some(Arc::new(unsafe { direct.completion_queue(raw) }?));
@@ -94,8 +101,7 @@ impl contract::Cq for Cq {
     }
 
     fn capacity(&self) -> u32 {
-        // SAFETY: S3: the queue is alive.
-        u32::try_from(unsafe { self.raw.as_ref().cqe }).unwrap_or(0)
+        self.capacity.load(Ordering::Relaxed)
     }
 
     #[inline]
@@ -119,6 +125,22 @@ impl contract::Cq for Cq {
         sys::status("ibv_req_notify_cq", unsafe {
             ibv_req_notify_cq(self.raw(), solicited_only.into())
         })
+    }
+
+    fn resize(&self, capacity: u32) -> Result<(), VerbError> {
+        let verb = "ibv_resize_cq";
+        // The direct data path reads the entries in place, and libmlx5 would move them.
+        if self.direct().is_some() {
+            return Err(VerbError::new(verb, VerbError::EOPNOTSUPP));
+        }
+        let wanted =
+            i32::try_from(capacity).map_err(|_| VerbError::new(verb, VerbError::EINVAL))?;
+        let _resizing = self.resizing.lock();
+        // SAFETY: S3: the queue is alive; drivers exclude polls meanwhile.
+        sys::status(verb, unsafe { ibv_resize_cq(self.raw(), wanted) })?;
+        // SAFETY: S3: the queue is alive, and only this call changes its field, under the lock.
+        self.capacity.store(unsafe { granted(self.raw) }, Ordering::Relaxed);
+        Ok(())
     }
 
     fn moderate(&self, completions: u16, period: u16) -> Result<(), VerbError> {
@@ -150,6 +172,16 @@ impl contract::Cq for Cq {
         // SAFETY: S3: the queue is alive; at least as many events were taken.
         unsafe { ibv_ack_cq_events(self.raw(), counted) };
     }
+}
+
+/// Returns the number of entries.
+///
+/// # Safety
+///
+/// The queue is alive and is not being resized.
+unsafe fn granted(raw: NonNull<ibv_cq>) -> u32 {
+    // SAFETY: S3: promised by the caller.
+    u32::try_from(unsafe { raw.as_ref().cqe }).unwrap_or(0)
 }
 
 impl Drop for Cq {

@@ -363,6 +363,13 @@ pub trait Cq: Debug + Send + Sync {
     /// `ibv_req_notify_cq(3)`. Queued completions raise no event: poll after arming.
     fn arm(&self, solicited_only: bool) -> Result<(), VerbError>;
 
+    /// Changes the capacity to at least `capacity`, `ibv_resize_cq(3)`. On error it is unchanged:
+    /// EOPNOTSUPP if unsupported, EINVAL if more completions wait or the device has less.
+    fn resize(&self, capacity: u32) -> Result<(), VerbError> {
+        let _ = capacity;
+        Err(VerbError::new("ibv_resize_cq", VerbError::EOPNOTSUPP))
+    }
+
     /// Moderates events: one per `completions` completions or `period` µs, `ibv_modify_cq(3)`.
     /// EOPNOTSUPP if unsupported.
     fn moderate(&self, completions: u16, period: u16) -> Result<(), VerbError>;

@@ -116,7 +116,8 @@ impl State {
 
 pub(crate) struct CqInner {
     pub(crate) id: u64,
-    pub(crate) capacity: u32,
+    /// Changed under the lock of the state.
+    pub(crate) capacity: AtomicU32,
     events: Arc<Events>,
     pub(crate) channel: Option<(Channel, Arc<Subscriber>)>,
     /// Number of entries: polling an empty queue takes no lock.
@@ -151,7 +152,7 @@ impl CqInner {
         });
         Arc::new(Self {
             id,
-            capacity,
+            capacity: AtomicU32::new(capacity),
             events: Arc::clone(events),
             channel,
             waiting: AtomicUsize::new(0),
@@ -166,6 +167,21 @@ impl CqInner {
         })
     }
 
+    #[inline]
+    fn capacity(&self) -> usize {
+        self.capacity.load(Ordering::Relaxed) as usize
+    }
+
+    /// Changes the capacity unless more completions wait.
+    pub(crate) fn resize(&self, capacity: u32) -> bool {
+        let state = self.state.lock();
+        let fits = state.entries.len() <= capacity as usize;
+        if fits {
+            self.capacity.store(capacity, Ordering::Relaxed);
+        }
+        fits
+    }
+
     /// Appends a completion. `solicited` ones also fire an arm for solicited events.
     #[inline(always)]
     pub(crate) fn push(
@@ -177,7 +193,7 @@ impl CqInner {
     ) -> Result<(), Overrun> {
         let mut state = self.state.lock();
         let state = &mut *state;
-        if state.health == Health::Overrun || state.entries.len() >= self.capacity as usize {
+        if state.health == Health::Overrun || state.entries.len() >= self.capacity() {
             state.counters.lost += 1;
             let first = std::mem::replace(&mut state.health, Health::Overrun) != Health::Overrun;
             return if first { Err(Overrun) } else { Ok(()) };

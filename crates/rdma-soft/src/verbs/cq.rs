@@ -60,7 +60,7 @@ impl contract::Cq for Cq {
     }
 
     fn capacity(&self) -> u32 {
-        self.queue.capacity
+        self.queue.capacity.load(Ordering::Relaxed)
     }
 
     fn poll(&self, out: &mut [WorkCompletion]) -> Result<usize, VerbError> {
@@ -88,6 +88,16 @@ impl contract::Cq for Cq {
         // Arming for solicited completions does not downgrade an arm for all.
         state.arm = state.arm.max(wanted);
         Ok(())
+    }
+
+    fn resize(&self, capacity: u32) -> Result<(), VerbError> {
+        const VERB: &str = "ibv_resize_cq";
+        self.device.check_alive(VERB)?;
+        let valid = (1..=self.device.attr().max_cqe).contains(&capacity);
+        if valid && self.queue.resize(capacity) {
+            return Ok(());
+        }
+        Err(VerbError::new(VERB, VerbError::EINVAL))
     }
 
     fn moderate(&self, _completions: u16, _period: u16) -> Result<(), VerbError> {
