@@ -216,7 +216,7 @@ impl Drainer {
     /// queue pairs resize it a few times only.
     fn make_room(&self, reserved: u32, asked: u32) -> Result<(), SetupError> {
         let capacity = self.cq.capacity();
-        let free = capacity - reserved;
+        let free = capacity.saturating_sub(reserved);
         let limit = self.cq.device().attr().max_cqe;
         let needed = reserved.saturating_add(asked);
         if asked <= free {
