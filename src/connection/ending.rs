@@ -10,7 +10,7 @@ use smallvec::SmallVec;
 
 use super::error::{CloseReason, MessageError};
 use super::inbound::BATCH;
-use super::inbox::{Arrived, Incoming, Message};
+use super::inbox::{Arrived, FetchedMessage, Incoming};
 use super::message_memory::FetchOutput;
 use super::outbox::Sent;
 use super::state::ConnectionState;
@@ -49,7 +49,8 @@ impl ConnectionState {
             if let Incoming::Fetching(fetch) = message {
                 match fetch.poll(&self.io.qp, context) {
                     Poll::Ready(Ok(FetchOutput::Message(buffer))) => {
-                        *message = Incoming::Arrived(Arrived::Fetched(Message::Registered(buffer)))
+                        *message =
+                            Incoming::Arrived(Arrived::Fetched(FetchedMessage::Registered(buffer)))
                     }
                     Poll::Ready(Ok(FetchOutput::Region(region))) => {
                         *message = Incoming::Releasing;

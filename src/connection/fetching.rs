@@ -6,14 +6,14 @@ use rdma_message_proto::lifecycle::Event;
 use rdma_provider::later;
 
 use super::error::CloseReason;
-use super::inbox::{Arrived, Incoming, Message};
+use super::inbox::{Arrived, FetchedMessage, Incoming};
 use super::message_memory::{Fetch, FetchOutput, JobDone, JobOutput};
 use super::state::ConnectionState;
 
 impl ConnectionState {
     /// Starts fetches within `receive_memory`, and takes completed ones in order.
     pub(super) fn fetch(&mut self, context: &mut Context<'_>) -> Result<(), CloseReason> {
-        while let Some(&number) = self.inbox.waiting.front()
+        while let Some(&number) = self.inbox.unfetched.front()
             && self.protocol.phase().takes_messages()
         {
             let Some(message) = self.inbox.messages.get_mut((number - self.inbox.base) as usize)
@@ -23,8 +23,8 @@ impl ConnectionState {
             let Incoming::Offered(region) = *message else {
                 unreachable!("waiting messages are offers")
             };
-            if self.inbox.memory > 0
-                && self.inbox.memory + region.len() > self.limits.receive_memory
+            if self.inbox.fetched_bytes > 0
+                && self.inbox.fetched_bytes + region.len() > self.limits.receive_memory
             {
                 break;
             }
@@ -37,8 +37,8 @@ impl ConnectionState {
                     self.memory.jobs.add(job);
                 }
             }
-            self.inbox.memory += region.len();
-            self.inbox.waiting.pop_front();
+            self.inbox.fetched_bytes += region.len();
+            self.inbox.unfetched.pop_front();
             self.inbox.fetching.push_back(number);
         }
         while let Some(&number) = self.inbox.fetching.front() {
@@ -51,7 +51,8 @@ impl ConnectionState {
                         break;
                     }
                     Poll::Ready(Ok(FetchOutput::Message(buffer))) => {
-                        *message = Incoming::Arrived(Arrived::Fetched(Message::Registered(buffer)))
+                        *message =
+                            Incoming::Arrived(Arrived::Fetched(FetchedMessage::Registered(buffer)))
                     }
                     Poll::Ready(Ok(FetchOutput::Region(region))) => {
                         *message = Incoming::Releasing;
@@ -100,7 +101,7 @@ impl ConnectionState {
                 });
             }
             (Some(message @ Incoming::Releasing), Ok(JobOutput::Message(bytes))) => {
-                *message = Incoming::Arrived(Arrived::Fetched(Message::Heap(bytes)))
+                *message = Incoming::Arrived(Arrived::Fetched(FetchedMessage::Heap(bytes)))
             }
             (_, Ok(made)) => later::dispose(made),
         }
@@ -116,10 +117,10 @@ impl ConnectionState {
     pub(super) fn discard(&mut self) {
         // Offers are not fetched any more; fetches in progress are awaited.
         while self.inbox.fetching.is_empty()
-            && let Some(number) = self.inbox.waiting.pop_front()
+            && let Some(number) = self.inbox.unfetched.pop_front()
         {
             if let Some(message) = self.inbox.get(number) {
-                *message = Incoming::Arrived(Arrived::Fetched(Message::default()));
+                *message = Incoming::Arrived(Arrived::Fetched(FetchedMessage::default()));
             }
             self.protocol.flow.done();
         }
@@ -132,7 +133,7 @@ impl ConnectionState {
                 Arrived::Buffered(buffer) => self.post_receive(buffer),
                 Arrived::Fragmented { parts, last, .. } => self.join(parts, last, true, |_| ()),
                 Arrived::Fetched(message) => {
-                    self.inbox.memory -= message.len() as u64;
+                    self.inbox.fetched_bytes -= message.len() as u64;
                     later::dispose(message);
                 }
             }
@@ -187,7 +188,7 @@ mod tests {
         let config = ConnectionConfig::default().receive_memory(1 << 20);
         let mut state = offered(&config, std::iter::repeat_n(600_000, 10));
         state.progress(Waker::noop());
-        assert_eq!((state.memory.jobs.take().len(), state.inbox.waiting.len()), (1, 9));
+        assert_eq!((state.memory.jobs.take().len(), state.inbox.unfetched.len()), (1, 9));
     }
 
     #[test]

@@ -9,7 +9,7 @@ use rdma_message_proto::lifecycle::Event;
 use rdma_provider::later;
 
 use super::error::{CloseReason, MessageError};
-use super::inbox::{Arrived, Incoming, Message, Next, Notification};
+use super::inbox::{Arrived, FetchedMessage, Incoming, Next, Notification};
 use super::state::ConnectionState;
 use crate::memory::{BufMut, RemoteRegion};
 use crate::op::Received;
@@ -216,7 +216,7 @@ impl ConnectionState {
         {
             if self.inbox.base != first {
                 self.send_due();
-                if !self.inbox.waiting.is_empty() {
+                if !self.inbox.unfetched.is_empty() {
                     self.progress(waker);
                 }
             }
@@ -275,8 +275,8 @@ impl ConnectionState {
         let mut spare = None;
         let Incoming::Arrived(first) = self.inbox.messages.front()? else { return None };
         let copied = match first {
-            Arrived::Fetched(Message::Registered(_)) => None,
-            Arrived::Fetched(Message::Heap(bytes)) => Some(bytes.len()),
+            Arrived::Fetched(FetchedMessage::Registered(_)) => None,
+            Arrived::Fetched(FetchedMessage::Heap(bytes)) => Some(bytes.len()),
             Arrived::Fragmented { len, .. } => Some(*len),
             Arrived::Buffered(buffer) => {
                 if open && self.receives.may_give(buffer) {
@@ -291,8 +291,8 @@ impl ConnectionState {
             return Some(Next::Memory(len));
         }
         self.take(|state, message, open| match message {
-            Arrived::Fetched(Message::Registered(buffer)) => Next::Message(buffer),
-            Arrived::Fetched(Message::Heap(bytes)) => Next::Copy(bytes),
+            Arrived::Fetched(FetchedMessage::Registered(buffer)) => Next::Message(buffer),
+            Arrived::Fetched(FetchedMessage::Heap(bytes)) => Next::Copy(bytes),
             Arrived::Fragmented { parts, last, len } => {
                 let mut target = copy_target(memory, len);
                 let mut rest = &mut target[..];
@@ -327,7 +327,7 @@ impl ConnectionState {
         self.counters.received += 1;
         let open = self.close_reason().is_none();
         if let Arrived::Fetched(message) = &message {
-            self.inbox.memory -= message.len() as u64;
+            self.inbox.fetched_bytes -= message.len() as u64;
         }
         let taken = convert(self, message, open);
         if open {

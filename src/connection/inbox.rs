@@ -27,9 +27,12 @@ pub(super) struct Inbox {
     /// Number of the first message.
     pub(super) base: u64,
     /// Numbers of the offers that are not fetched yet.
-    pub(super) waiting: VecDeque<u64>,
+    pub(super) unfetched: VecDeque<u64>,
+    /// Numbers of the offers that are being fetched.
     pub(super) fetching: VecDeque<u64>,
-    pub(super) memory: u64,
+    /// Length of the messages that are being fetched, or were fetched and are not received yet.
+    pub(super) fetched_bytes: u64,
+    /// The connection has ended, and messages that had not arrived whole are gone.
     pub(super) lost: bool,
     /// Each keeps a credit of the peer until the application takes it.
     pub(super) notifications: VecDeque<Notification>,
@@ -37,13 +40,14 @@ pub(super) struct Inbox {
     drained_at: Option<u64>,
 }
 
+/// A message that was offered and has been read from the peer.
 #[derive(Debug)]
-pub(crate) enum Message {
+pub(crate) enum FetchedMessage {
     Registered(Buf),
     Heap(Bytes),
 }
 
-impl Deref for Message {
+impl Deref for FetchedMessage {
     type Target = [u8];
 
     fn deref(&self) -> &[u8] {
@@ -54,17 +58,17 @@ impl Deref for Message {
     }
 }
 
-impl Default for Message {
+impl Default for FetchedMessage {
     fn default() -> Self {
         Self::Heap(Bytes::new())
     }
 }
 
-impl From<Message> for Bytes {
-    fn from(message: Message) -> Self {
+impl From<FetchedMessage> for Bytes {
+    fn from(message: FetchedMessage) -> Self {
         match message {
-            Message::Registered(buffer) => buffer.into(),
-            Message::Heap(bytes) => bytes,
+            FetchedMessage::Registered(buffer) => buffer.into(),
+            FetchedMessage::Heap(bytes) => bytes,
         }
     }
 }
@@ -98,7 +102,7 @@ pub(super) enum Arrived {
         last: BufMut,
         len: usize,
     },
-    Fetched(Message),
+    Fetched(FetchedMessage),
 }
 
 impl Incoming {
@@ -110,7 +114,7 @@ impl Incoming {
 impl Inbox {
     pub(super) fn push(&mut self, message: Incoming) {
         if matches!(message, Incoming::Offered(_)) {
-            self.waiting.push_back(self.base + self.messages.len() as u64);
+            self.unfetched.push_back(self.base + self.messages.len() as u64);
         }
         self.messages.push_back(message);
     }

@@ -4,7 +4,7 @@ use std::task::{Poll, Waker};
 use tokio::io::ReadBuf;
 
 use super::error::MessageError;
-use super::inbox::{Arrived, Incoming, Message};
+use super::inbox::{Arrived, FetchedMessage, Incoming};
 use super::state::ConnectionState;
 use super::stream_state::COPIED;
 use crate::memory::BufMut;
@@ -15,7 +15,7 @@ use crate::waiters::{Caller, Ticket};
 pub(crate) enum Chunk {
     /// A receive buffer. It and its credit return with [`ConnectionState::release_chunk`].
     Frame(BufMut),
-    Fetched(Message),
+    Fetched(FetchedMessage),
 }
 
 impl Deref for Chunk {
@@ -57,7 +57,7 @@ impl ConnectionState {
         let may_take = self.protocol.phase().takes_messages() && !self.inbox.is_drained();
         if may_take && let Some(Taken::Chunk(chunk)) = self.take_bytes(&mut None) {
             self.send_due();
-            if !self.inbox.waiting.is_empty() {
+            if !self.inbox.unfetched.is_empty() {
                 self.progress(waker);
             }
             return Poll::Ready(Ok(Some(chunk)));
@@ -113,7 +113,7 @@ impl ConnectionState {
     fn take_chunk(&mut self) -> Option<Taken> {
         let chunk = self.pop_chunk()?;
         if let Chunk::Fetched(message) = &chunk {
-            self.inbox.memory -= message.len() as u64;
+            self.inbox.fetched_bytes -= message.len() as u64;
             if self.close_reason().is_none() {
                 self.protocol.flow.release_message();
             }
