@@ -98,6 +98,9 @@ impl CompletionQueue {
     /// closed. A waiting operation may never be woken after [`Cq::arm`], [`Cq::acknowledge`] or a
     /// take from [`Cq::channel`]. Its buffers stay in use meanwhile.
     ///
+    /// A [`Cq::resize`] to fewer entries than [are reserved](CompletionQueueCounters::reserved)
+    /// lets the queue overrun, which ends all its operations.
+    ///
     /// A bare queue pair may use the queue, but its
     /// [work request numbers](crate::verbs::Qp::post_send) must not be those of operations.
     #[must_use]

@@ -37,6 +37,10 @@ const FEW: usize = 64;
 /// Tokio's own resources.
 const READY_BUDGET: usize = 128;
 
+/// Errors of a resize that leave a queue of the old size, which works.
+const CANNOT_GROW: [i32; 4] =
+    [VerbError::EOPNOTSUPP, VerbError::ENOSYS, VerbError::ENOMEM, VerbError::EINVAL];
+
 /// Aligned so that a busy-poll thread, which upgrades its weak reference in each round, writes to
 /// no cache line of these fields.
 #[repr(align(64))]
@@ -223,16 +227,22 @@ impl Drainer {
             return Ok(());
         }
         if self.grows && needed <= limit {
-            let wanted = capacity.saturating_mul(2).clamp(needed, limit);
-            match self.cq.resize(wanted) {
-                Ok(()) => return Ok(()),
-                Err(error) => rdma_provider::debug!(
-                    %error,
-                    cq = self.cq.id(),
-                    capacity,
-                    wanted,
-                    "failed to resize completion queue"
-                ),
+            let doubled = capacity.saturating_mul(2).clamp(needed, limit);
+            for wanted in [doubled, needed] {
+                match self.cq.resize(wanted) {
+                    Ok(()) => return Ok(()),
+                    // The device does not resize queues, or memory is short.
+                    Err(SetupError::Verb(error)) if CANNOT_GROW.contains(&error.errno) => {
+                        rdma_provider::debug!(
+                            %error,
+                            cq = self.cq.id(),
+                            capacity,
+                            wanted,
+                            "failed to resize completion queue"
+                        );
+                    }
+                    Err(error) => return Err(error),
+                }
             }
         }
         Err(SetupError::CompletionQueueFull { asked, free })
