@@ -6,13 +6,15 @@ use std::ops::Deref;
 use super::Received;
 use crate::error::SetupError;
 use crate::memory::Scatter;
-use crate::types::{AddressVector, Gid, GidEntry, PortAttr, PortNum, Qpn, WcFlags};
+use crate::types::{AddressVector, Gid, GidEntry, PortAttr, PortNum, PortState, Qpn, WcFlags};
 use crate::verbs::{AddressHandle, Device, ProtectionDomain};
 
 /// Length in bytes of the header in front of each datagram, see [`WcFlags::GRH`].
 const HEADER: usize = 40;
 /// Offset of the IPv4 header in it.
 const IPV4: usize = 20;
+/// Protocol number of UDP.
+const UDP: u8 = 17;
 
 /// The sender of a datagram, see [`Received::sender`].
 ///
@@ -61,7 +63,8 @@ impl DatagramSender {
     ///
     /// # Errors
     ///
-    /// [`SetupError::NoGid`] if no active port has an address that reaches the sender.
+    /// [`SetupError::NoGid`] if no active port has an address that reaches the sender. The route of
+    /// a sender without routing header is from the default port.
     pub fn address_handle(&self, pd: &ProtectionDomain) -> Result<AddressHandle, SetupError> {
         let (port, entry) = match (self.arrived_at(pd.device())?, self.gid) {
             (Some(found), _) => found,
@@ -82,10 +85,12 @@ impl DatagramSender {
     fn arrived_at(&self, device: &Device) -> Result<Option<(PortAttr, GidEntry)>, SetupError> {
         let Some(destination) = self.destination else { return Ok(None) };
         for number in 1..=device.attr().ports {
+            let port = device.port(PortNum(number))?;
+            let is_active = port.state == PortState::Active;
             let ranked = device.gids(PortNum(number), self.gid)?;
-            if let Some(found) = ranked.iter().find(|ranked| ranked.entry.gid == destination) {
-                let (port, entry) = device.path_from(PortNum(number), found.entry.index)?;
-                return Ok(Some((port, entry)));
+            let found = ranked.iter().find(|ranked| ranked.entry.gid == destination);
+            if let Some(found) = found.filter(|_| is_active) {
+                return Ok(Some((port, found.entry)));
             }
         }
         Ok(None)
@@ -95,15 +100,16 @@ impl DatagramSender {
 /// Returns true if the IP header is one of IPv4, which is in the last 20 bytes, behind bytes that
 /// are not defined.
 ///
-/// These may look like IPv6. Then the checksum decides, which SoftRoCE leaves out of packets that
-/// do not leave its device. Half of an IPv6 address passes it with probability 2^-24.
+/// These may look like IPv6. Then protocol and checksum decide; SoftRoCE leaves the checksum out of
+/// packets that do not leave its device. The addresses of an IPv6 header pass by chance once in
+/// 2^32, or if its sender chose them, which could also forge its address.
 fn is_ipv4(header: &[u8; HEADER]) -> bool {
     let ip = &header[IPV4..];
     if header[0] >> 4 != 6 {
         return ip[0] >> 4 == 4;
     }
     let words = ip.chunks_exact(2).map(|word| u32::from(word[0]) << 8 | u32::from(word[1]));
-    ip[0] == 0x45 && words.sum::<u32>() % 0xffff == 0
+    ip[0] == 0x45 && ip[9] == UDP && words.sum::<u32>() % 0xffff == 0
 }
 
 impl<B: Scatter + Deref<Target = [u8]>> Received<B> {
