@@ -102,7 +102,7 @@ impl DmaBufRegion {
         let allowed = Access::REMOTE_ALL | Access::LOCAL_WRITE | Access::RELAXED_ORDERING;
         if !allowed.contains(access) {
             return Err(SetupError::Unsupported {
-                what: "a dma-buf accepts neither memory windows nor on-demand paging",
+                what: "a dma-buf accepts no memory windows, on-demand paging or huge pages",
             });
         }
         LimitError::check("start of the range (its end)", range.start, range.end)?;
@@ -141,7 +141,8 @@ impl DmaBufRegion {
     ///
     /// # Errors
     ///
-    /// See [`ExposedRegion::slice`](crate::memory::ExposedRegion::slice).
+    /// See [`ExposedRegion::slice`](crate::memory::ExposedRegion::slice): a dma-buf has addresses
+    /// of its own.
     pub fn slice(&self, range: Range<usize>) -> Result<ExposedSlice, SetupError> {
         ExposedSlice::new(&self.inner, range)
     }

@@ -71,7 +71,7 @@ impl ExposedRegion {
     /// # Errors
     ///
     /// Those of [`new`](Self::new). Also [`SetupError::Mismatch`] if `iova` and the memory differ
-    /// in their offset within a page, and EINVAL if the addresses wrap around.
+    /// in their offset within a page, and [`SetupError::Limit`] if the addresses wrap around.
     /// [`HostMemory`](crate::memory::HostMemory) begins with a page.
     ///
     /// ```
@@ -204,7 +204,8 @@ impl ExposedRegion {
     /// # Errors
     ///
     /// [`SetupError::Limit`] if the range is reversed, not within the region, or longer than 2^32 -
-    /// 1 bytes.
+    /// 1 bytes. [`SetupError::Unsupported`] if the addresses of the region are not those of its
+    /// memory, unless the device [places by key](crate::types::DeviceAttr::places_by_key).
     pub fn slice(&self, range: Range<usize>) -> Result<ExposedSlice, SetupError> {
         ExposedSlice::new(&self.inner, range)
     }
@@ -242,6 +243,12 @@ pub struct ExposedSlice {
 
 impl ExposedSlice {
     pub(crate) fn new(of: &Arc<Registration>, range: Range<usize>) -> Result<Self, SetupError> {
+        if of.has_other_addresses() && !of.pd().device().attr().places_by_key {
+            return Err(SetupError::Unsupported {
+                what: "with this device, memory at chosen addresses is for peers, not for local \
+                       use by operations",
+            });
+        }
         of.check_range(&range)?;
         LimitError::check("slice bytes", range.len() as u64, u64::from(u32::MAX))?;
         Ok(Self { inner: of.clone(), offset: range.start, len: range.len() as u32 })
@@ -282,7 +289,6 @@ impl ExposedSlice {
 #[cfg(all(test, not(loom)))]
 mod tests {
     use super::*;
-    use crate::error::VerbError;
     use crate::memory::HostMemory;
     use crate::software::Network;
     use crate::verbs::Device;
@@ -306,7 +312,7 @@ mod tests {
         );
         let memory = HostMemory::zeroed(8192).unwrap();
         let error = ExposedRegion::at(&pd, memory, u64::MAX << 12, Access::REMOTE_READ);
-        assert!(matches!(error, Err(SetupError::Verb(error)) if error.errno == VerbError::EINVAL));
+        assert!(matches!(error, Err(SetupError::Limit(limit)) if limit.allowed == u64::MAX - 8192));
     }
 
     #[test]

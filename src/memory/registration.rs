@@ -74,6 +74,7 @@ impl Registration {
             return Err(SetupError::Unsupported { what: "the device lacks on-demand paging" });
         }
         LimitError::check("registration bytes", len as u64, pd.device().attr().max_mr_size)?;
+        LimitError::check("first address of the region", addr, u64::MAX - len as u64)?;
         // SAFETY: S1: `storage` owns the bytes and moves into the same value as the registration,
         // which is deregistered first. S2: `storage` is private; only the buffer types create
         // references to its bytes, by their rules.
@@ -118,6 +119,12 @@ impl Registration {
 
     pub(crate) fn base(&self) -> NonNull<u8> {
         self.base
+    }
+
+    /// Returns true if work requests and peers do not name the memory by its addresses in this
+    /// process, if it has any.
+    pub(crate) fn has_other_addresses(&self) -> bool {
+        self.base.addr().get() as u64 != self.addr
     }
 
     pub(crate) fn addr(&self) -> u64 {

@@ -130,6 +130,11 @@ impl Context {
         context.attr.dc = dc_attributes::query(raw, &context.attr);
         context.posting = context.choose_posting()?;
         context.attr.data_path = context.posting.data_path();
+        // Libraries copy received data from completion queue entries or inline buffers, libmlx5 for
+        // example (scatter to CQE). The direct data path does not if there are dma-bufs.
+        let direct = context.posting.direct().is_some();
+        context.attr.places_by_key =
+            context.attr.vendor_id == SOFT_ROCE || direct && context.attr.dma_buf;
         Ok(Some(context))
     }
 

@@ -46,11 +46,12 @@ impl Access {
     }
 
     /// Returns true if the rights satisfy `ibv_reg_mr(3)`: remote write or atomic access requires
-    /// `LOCAL_WRITE`, and `HUGE_PAGES` requires `ON_DEMAND`.
+    /// `LOCAL_WRITE`, `HUGE_PAGES` requires `ON_DEMAND`, and all bits have names.
     #[must_use]
     pub const fn is_legal(self) -> bool {
         let remote_change = self.intersects(Self::REMOTE_WRITE.union(Self::REMOTE_ATOMIC));
-        (!remote_change || self.contains(Self::LOCAL_WRITE))
+        Self::all().contains(self)
+            && (!remote_change || self.contains(Self::LOCAL_WRITE))
             && (!self.contains(Self::HUGE_PAGES) || self.contains(Self::ON_DEMAND))
     }
 }
@@ -69,7 +70,7 @@ mod tests {
 
     #[test]
     fn huge_pages_require_on_demand_paging() {
-        assert!(!Access::HUGE_PAGES.is_legal());
+        assert!(!Access::HUGE_PAGES.is_legal() && !Access::from_bits_retain(1 << 30).is_legal());
         assert!((Access::HUGE_PAGES | Access::ON_DEMAND).is_legal());
     }
 

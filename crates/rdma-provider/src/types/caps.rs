@@ -60,6 +60,10 @@ pub struct DeviceAttr {
     /// True if dma-buf memory can be registered; probed on opening. The device may still refuse the
     /// memory of an exporter.
     pub dma_buf: bool,
+    /// True if the device itself places all payload, by keys. The libraries of other devices copy
+    /// short payload to the address in the list, which must then be that of the memory: a region
+    /// with other addresses is for peers only, and not local memory of operations.
+    pub places_by_key: bool,
     /// Dynamically connected transport; `None` if unsupported or built without feature `mlx5`.
     pub dc: Option<DcAttr>,
     /// The code that posts work requests and polls completions.
@@ -95,6 +99,7 @@ impl DeviceAttr {
             atomic: AtomicCapability::None,
             on_demand_paging: false,
             dma_buf: false,
+            places_by_key: false,
             dc: None,
             data_path: DataPath::Software,
         }

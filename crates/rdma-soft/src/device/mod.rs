@@ -142,6 +142,7 @@ impl DeviceInner {
         attr.completion_vectors = 1;
         attr.atomic = AtomicCapability::Global;
         attr.on_demand_paging = true;
+        attr.places_by_key = true;
         attr.dma_buf = true;
         attr.dc = Some(DcAttr::new(16, 16));
         let mtu = endpoint.as_ref().map_or(Mtu::Mtu4096, |endpoint| endpoint.own_mtu());
