@@ -42,6 +42,20 @@ macro_rules! objects {
                 Ibverbs(<Ibverbs as Provider>::$name),
             }
 
+            const _: () = {
+                const fn is_shared<T: Send + Sync>() {}
+                is_shared::<<Soft as Provider>::$name>();
+                #[cfg(feature = "ibverbs")]
+                is_shared::<<Ibverbs as Provider>::$name>();
+            };
+            // Without these, each proof that a future is `Send` goes through the types of the
+            // providers, so deep that compilers announce an error for programs with the default
+            // `recursion_limit`.
+            // SAFETY: M1: shown for each variant just above.
+            unsafe impl Send for $name {}
+            // SAFETY: M1: as above.
+            unsafe impl Sync for $name {}
+
             #[allow(dead_code, reason = "called only for objects that others are created from")]
             impl $name {
                 fn soft(&self) -> Result<&<Soft as Provider>::$name, VerbError> {
