@@ -69,8 +69,8 @@ impl DmaBufRegion {
     ///
     /// # Errors
     ///
-    /// - [`SetupError::Unsupported`] if the device lacks dma-bufs, or `access` contains windows or
-    ///   on-demand paging.
+    /// - [`SetupError::Unsupported`] if the device lacks dma-bufs, or `access` contains windows,
+    ///   on-demand paging or huge pages.
     /// - [`SetupError::Limit`] if the range is reversed or too long for a registration.
     /// - [`SetupError::Verb`] of `ibv_reg_dmabuf_mr(3)`: EBADF or EINVAL if `fd` is not a dma-buf,
     ///   EINVAL if the range exceeds it.
@@ -160,6 +160,29 @@ impl DmaBufRegion {
                 fd.ok_or_else(|| Self { inner: Arc::new(registration), access })
             }
             Err(inner) => Err(Self { inner, access }),
+        }
+    }
+}
+
+#[cfg(all(test, not(loom), not(miri)))]
+mod tests {
+    use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, ftruncate, memfd_create};
+
+    use super::*;
+    use crate::software::Network;
+    use crate::verbs::Device;
+
+    #[test]
+    fn bytes_of_a_dma_buf_are_not_named_by_address() {
+        let pd = Device::software_in(&Network::new(), "one").unwrap().protection_domain().unwrap();
+        let fd = memfd_create("tokio-rdma", MemfdFlags::ALLOW_SEALING).unwrap();
+        ftruncate(&fd, 8192).unwrap();
+        fcntl_add_seals(&fd, SealFlags::SHRINK).unwrap();
+        // 1 is the address of a dangling pointer.
+        for start in [0, 1] {
+            let fd = fd.try_clone().unwrap();
+            let region = DmaBufRegion::new(&pd, fd, start..4096, Access::REMOTE_READ);
+            assert!(!region.unwrap().inner.is_named_by_address());
         }
     }
 }

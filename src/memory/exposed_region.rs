@@ -65,14 +65,15 @@ impl ExposedRegion {
         Self::registered(pd, memory, None, access)
     }
 
-    /// Like [`new`](Self::new), but peers address the memory from `iova`, for example from 0, which
-    /// does not tell them where it is; `ibv_reg_mr_iova(3)`.
+    /// Like [`new`](Self::new), but peers address the memory from `iova`, `ibv_reg_mr_iova(3)`. For
+    /// example from 0, so that they do not learn its address. With some devices,
+    /// [`slice`](Self::slice) then fails.
     ///
     /// # Errors
     ///
     /// Those of [`new`](Self::new). Also [`SetupError::Mismatch`] if `iova` and the memory differ
-    /// in their offset within a page, and [`SetupError::Limit`] if the addresses wrap around.
-    /// [`HostMemory`](crate::memory::HostMemory) begins with a page.
+    /// in their offset within a page of 4,096 bytes, and [`SetupError::Limit`] if the addresses
+    /// wrap around. [`HostMemory`](crate::memory::HostMemory) begins with a page.
     ///
     /// ```
     /// use tokio_rdma::memory::HostMemory;
@@ -243,10 +244,10 @@ pub struct ExposedSlice {
 
 impl ExposedSlice {
     pub(crate) fn new(of: &Arc<Registration>, range: Range<usize>) -> Result<Self, SetupError> {
-        if of.has_other_addresses() && !of.pd().device().attr().places_by_key {
+        if !of.is_named_by_address() && !of.pd().device().attr().places_by_key {
             return Err(SetupError::Unsupported {
-                what: "with this device, memory at chosen addresses is for peers, not for local \
-                       use by operations",
+                what: "with this device, memory with other addresses than its own is for peers, \
+                       not for local use by operations",
             });
         }
         of.check_range(&range)?;

@@ -19,6 +19,8 @@ use rdma_provider::contract::{DmaBufRange, Mr as _, Pd as _};
 pub(crate) struct Registration {
     /// Dangling for a dma-buf, which is not mapped.
     base: NonNull<u8>,
+    /// Work requests name each byte by its address in this process.
+    named_by_address: bool,
     addr: u64,
     len: usize,
     lkey: Lkey,
@@ -80,7 +82,7 @@ impl Registration {
         // references to its bytes, by their rules.
         let raw = unsafe { pd.raw().register(base, len, addr, access, shared) }?;
         rdma_provider::debug!(base = ?base, len, ?access, lkey = %raw.lkey(), "registered memory");
-        Ok(Self::assemble(pd, (base, addr, len), raw, storage))
+        Ok(Self::assemble(pd, (Some(base), addr, len), raw, storage))
     }
 
     pub(crate) fn from_dma_buf(
@@ -97,17 +99,18 @@ impl Registration {
         LimitError::check("registration bytes", range.len as u64, pd.device().attr().max_mr_size)?;
         let raw = pd.raw().register_dma_buf(fd.as_fd(), range, access)?;
         rdma_provider::debug!(?fd, ?range, ?access, lkey = %raw.lkey(), "registered dma-buf");
-        Ok(Self::assemble(pd, (NonNull::dangling(), range.iova, range.len), raw, Box::new(fd)))
+        Ok(Self::assemble(pd, (None, range.iova, range.len), raw, Box::new(fd)))
     }
 
     fn assemble(
         pd: &ProtectionDomain,
-        (base, addr, len): (NonNull<u8>, u64, usize),
+        (base, addr, len): (Option<NonNull<u8>>, u64, usize),
         raw: Mr,
         storage: Box<dyn Any + Send>,
     ) -> Self {
         Self {
-            base,
+            base: base.unwrap_or(NonNull::dangling()),
+            named_by_address: base.is_some_and(|base| base.addr().get() as u64 == addr),
             addr,
             len,
             lkey: raw.lkey(),
@@ -121,10 +124,10 @@ impl Registration {
         self.base
     }
 
-    /// Returns true if work requests and peers do not name the memory by its addresses in this
-    /// process, if it has any.
-    pub(crate) fn has_other_addresses(&self) -> bool {
-        self.base.addr().get() as u64 != self.addr
+    /// Returns true if work requests name each byte by its address in this process. A dma-buf is
+    /// not mapped, so its bytes have none.
+    pub(crate) fn is_named_by_address(&self) -> bool {
+        self.named_by_address
     }
 
     pub(crate) fn addr(&self) -> u64 {
