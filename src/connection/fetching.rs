@@ -18,13 +18,13 @@ impl ConnectionState {
         {
             let Some(message) = self.inbox.messages.get_mut((number - self.inbox.base) as usize)
             else {
-                unreachable!("waiting messages are in the inbox")
+                unreachable!("offers to be fetched are in the inbox")
             };
             let Incoming::Offered(region) = *message else {
-                unreachable!("waiting messages are offers")
+                unreachable!("only offers are to be fetched")
             };
-            if self.inbox.fetched_bytes > 0
-                && self.inbox.fetched_bytes + region.len() > self.limits.receive_memory
+            if self.inbox.fetch_bytes > 0
+                && self.inbox.fetch_bytes + region.len() > self.limits.receive_memory
             {
                 break;
             }
@@ -37,7 +37,7 @@ impl ConnectionState {
                     self.memory.jobs.add(job);
                 }
             }
-            self.inbox.fetched_bytes += region.len();
+            self.inbox.fetch_bytes += region.len();
             self.inbox.unfetched.pop_front();
             self.inbox.fetching.push_back(number);
         }
@@ -133,7 +133,7 @@ impl ConnectionState {
                 Arrived::Buffered(buffer) => self.post_receive(buffer),
                 Arrived::Fragmented { parts, last, .. } => self.join(parts, last, true, |_| ()),
                 Arrived::Fetched(message) => {
-                    self.inbox.fetched_bytes -= message.len() as u64;
+                    self.inbox.fetch_bytes -= message.len() as u64;
                     later::dispose(message);
                 }
             }

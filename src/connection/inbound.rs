@@ -327,7 +327,7 @@ impl ConnectionState {
         self.counters.received += 1;
         let open = self.close_reason().is_none();
         if let Arrived::Fetched(message) = &message {
-            self.inbox.fetched_bytes -= message.len() as u64;
+            self.inbox.fetch_bytes -= message.len() as u64;
         }
         let taken = convert(self, message, open);
         if open {

@@ -31,7 +31,7 @@ pub(super) struct Inbox {
     /// Numbers of the offers that are being fetched.
     pub(super) fetching: VecDeque<u64>,
     /// Length of the messages that are being fetched, or were fetched and are not received yet.
-    pub(super) fetched_bytes: u64,
+    pub(super) fetch_bytes: u64,
     /// The connection has ended, and messages that had not arrived whole are gone.
     pub(super) lost: bool,
     /// Each keeps a credit of the peer until the application takes it.

@@ -113,7 +113,7 @@ impl ConnectionState {
     fn take_chunk(&mut self) -> Option<Taken> {
         let chunk = self.pop_chunk()?;
         if let Chunk::Fetched(message) = &chunk {
-            self.inbox.fetched_bytes -= message.len() as u64;
+            self.inbox.fetch_bytes -= message.len() as u64;
             if self.close_reason().is_none() {
                 self.protocol.flow.release_message();
             }
