@@ -170,8 +170,10 @@ impl CompletionQueueBuilder {
     /// The default is 16,384, enough for 64 queue pairs with default settings, or the device's
     /// limit if that is lower. On ConnectX adapters, with 64-byte entries, that locks 1 MiB of
     /// memory; if it is not available, the queue has 1024 entries. The software device allocates
-    /// entries with use. A queue of the default capacity grows with the queue pairs that use it
-    /// (`ibv_resize_cq(3)`), except on the direct data path of ConnectX adapters.
+    /// entries with use. A queue of the default capacity grows with the queue pairs that use it, to
+    /// twice its size each time, up to the device's limit (`ibv_resize_cq(3)`); it does not shrink.
+    /// On the direct data path of ConnectX adapters it keeps its size. Where it cannot grow,
+    /// creating a queue pair fails with [`SetupError::CompletionQueueFull`].
     #[must_use]
     pub fn capacity(mut self, completions: u32) -> Self {
         self.capacity = Some(completions);

@@ -192,7 +192,7 @@ impl Drainer {
         if let Some(error) = state.failed {
             return Err(error.into());
         }
-        self.make_room(state.reserved, limits.depth)?;
+        self.ensure_free(state.reserved, limits.depth)?;
         let number = match state.vacant.pop() {
             Some(number) => number,
             None => {
@@ -216,9 +216,10 @@ impl Drainer {
         Ok(queue)
     }
 
-    /// Makes room for `asked` more entries. A queue that grows has twice as many then, so that many
-    /// queue pairs resize it a few times only.
-    fn make_room(&self, reserved: u32, asked: u32) -> Result<(), SetupError> {
+    /// Ensures that `asked` entries are not reserved. A queue that grows is resized to twice its
+    /// size or the device's limit, so that many queue pairs resize it a few times only; if that
+    /// fails, to what is needed.
+    fn ensure_free(&self, reserved: u32, asked: u32) -> Result<(), SetupError> {
         let capacity = self.cq.capacity();
         let free = capacity.saturating_sub(reserved);
         let limit = self.cq.device().attr().max_cqe;
@@ -228,7 +229,8 @@ impl Drainer {
         }
         if self.grows && needed <= limit {
             let doubled = capacity.saturating_mul(2).clamp(needed, limit);
-            for wanted in [doubled, needed] {
+            let exact = (needed < doubled).then_some(needed);
+            for wanted in [Some(doubled), exact].into_iter().flatten() {
                 match self.cq.resize(wanted) {
                     Ok(()) => return Ok(()),
                     // The device does not resize queues, or memory is short.

@@ -31,7 +31,7 @@ pub struct DatagramSender {
     pub lid: u16,
     /// Address to which the datagram was sent, perhaps that of a multicast group.
     pub destination: Option<Gid>,
-    /// Traffic class of the datagram: DSCP and ECN bits.
+    /// Traffic class of the datagram: DSCP and ECN bits. Always 0 on the software device.
     pub traffic_class: u8,
     /// Flow label of the datagram, 20 bits; 0 for IPv4.
     pub flow_label: u32,
@@ -56,15 +56,17 @@ impl DatagramSender {
         }
     }
 
-    /// Returns the route for an answer: from the address to which the datagram was sent, in its
-    /// traffic class, `ibv_create_ah_from_wc(3)`.
+    /// Returns the route for an answer, `ibv_create_ah_from_wc(3)`: in the traffic class of the
+    /// datagram, with hop limit 64, from the address to which it was sent. If no active port has
+    /// that address, as of a multicast group, it is from the best port and address for the sender;
+    /// without a routing header, from the default port.
     ///
     /// Creating one is a system call on most devices; keep it for further datagrams to this sender.
     ///
     /// # Errors
     ///
-    /// [`SetupError::NoGid`] if no active port has an address that reaches the sender. The route of
-    /// a sender without routing header is from the default port.
+    /// [`SetupError::NoGid`] if no active port has an address that reaches the sender, and
+    /// [`SetupError::Verb`].
     pub fn address_handle(&self, pd: &ProtectionDomain) -> Result<AddressHandle, SetupError> {
         let (port, entry) = match (self.arrived_at(pd.device())?, self.gid) {
             (Some(found), _) => found,
@@ -97,12 +99,12 @@ impl DatagramSender {
     }
 }
 
-/// Returns true if the IP header is one of IPv4, which is in the last 20 bytes, behind bytes that
-/// are not defined.
+/// Returns true if the header is one of IPv4.
 ///
-/// These may look like IPv6. Then protocol and checksum decide; SoftRoCE leaves the checksum out of
-/// packets that do not leave its device. The addresses of an IPv6 header pass by chance once in
-/// 2^32, or if its sender chose them, which could also forge its address.
+/// An IPv4 header fills the last 20 bytes; the 20 before it are undefined. If these do not look
+/// like IPv6, the version decides, because SoftRoCE leaves out the checksum of a packet that stays
+/// on its device. If they do, protocol and checksum decide. IPv6 addresses in their place pass by
+/// chance once in 2^32, or if the sender chose them; it could forge its address anyway.
 fn is_ipv4(header: &[u8; HEADER]) -> bool {
     let ip = &header[IPV4..];
     if header[0] >> 4 != 6 {
@@ -115,8 +117,8 @@ fn is_ipv4(header: &[u8; HEADER]) -> bool {
 impl<B: Scatter + Deref<Target = [u8]>> Received<B> {
     /// Returns who sent a datagram, to answer it.
     ///
-    /// For receives of datagram queue pairs (UD) only: the first 40 bytes of other messages are the
-    /// peer's data. Returns `None` if the buffer has fewer bytes.
+    /// For receives of datagram queue pairs (UD) only: of other messages the first 40 bytes are the
+    /// peer's data, and the result means nothing. Returns `None` if the buffer has fewer bytes.
     ///
     /// ```
     /// use tokio_rdma::types::{AddressVector, Qkey, Transport};
@@ -200,6 +202,16 @@ mod tests {
             let gid = |last| Some(Gid::from(Ipv4Addr::new(10, 0, 0, last)));
             assert_eq!((sender.gid, sender.destination), (gid(1), gid(2)), "{front:#x}");
             assert_eq!((sender.traffic_class, sender.flow_label), (0x68, 0));
+        }
+    }
+
+    #[test]
+    fn ipv4_header_needs_no_checksum_behind_bytes_that_are_not_ipv6() {
+        for front in [0_u8, 0xff] {
+            let mut header = [front; HEADER];
+            header[IPV4..].copy_from_slice(&IPV4_HEADER);
+            header[IPV4 + 10..IPV4 + 12].fill(0);
+            assert_eq!(sender(header).gid, Some(Gid::from(Ipv4Addr::new(10, 0, 0, 1))));
         }
     }
 

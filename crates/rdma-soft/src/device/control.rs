@@ -81,10 +81,10 @@ impl DeviceControl {
     }
 
     /// Starts or stops landing payload out of order in memory registered from now on with
-    /// [`RELAXED_ORDERING`](rdma_provider::types::Access::RELAXED_ORDERING), as adapters may: the
-    /// end of each packet before its start, with a pause for other threads between. A program that
-    /// polls the last byte instead of waiting for a completion then reads bytes that have not
-    /// arrived.
+    /// [`RELAXED_ORDERING`](rdma_provider::types::Access::RELAXED_ORDERING), as adapters may: each
+    /// contiguous piece of a packet in blocks of 64 bytes, the last one first, with a pause for
+    /// other threads after it. A program that polls the last byte instead of waiting for a
+    /// completion then reads bytes that have not arrived.
     pub fn reorder_relaxed(&self, reorder: bool) {
         self.0.keys.reorders.store(reorder, Ordering::Relaxed);
     }

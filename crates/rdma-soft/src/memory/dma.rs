@@ -6,7 +6,7 @@
 //! Memory that a peer may access is accessed by atomics or their equivalent only (S2), because the
 //! program accesses it concurrently. Stores ascend and the last one is a release: a program that
 //! polls the last byte with acquire sees all bytes. In memory that is registered to land
-//! out of order the last byte comes first.
+//! out of order, the last block of 64 bytes comes first.
 
 #![allow(unsafe_code)]
 
@@ -36,7 +36,7 @@ pub(crate) struct Segment<'k> {
     len: usize,
     /// Accessed by atomics only.
     shared: bool,
-    /// Written from the end to the start; also `shared`.
+    /// Written by blocks, the last one first; also `shared`.
     reordered: bool,
     _use: Use<'k>,
 }
@@ -81,7 +81,7 @@ impl Memory {
 pub(crate) struct Region {
     base: AtomicPtr<u8>,
     len: AtomicUsize,
-    /// First address in work requests: a virtual address, or the IOVA of a dma-buf.
+    /// First address in work requests: that of the memory, or another that was chosen (IOVA).
     start: AtomicU64,
 }
 

@@ -70,7 +70,8 @@ pub(crate) struct Keys {
     free: Mutex<FreeList>,
     /// By [`family`].
     pub(crate) windows: Mutex<HashMap<u32, Window>>,
-    /// Whether payload for memory registered with [`Access::RELAXED_ORDERING`] lands out of order.
+    /// Whether payload lands out of order in memory that is registered from now on with
+    /// [`Access::RELAXED_ORDERING`].
     pub(crate) reorders: AtomicBool,
 }
 
