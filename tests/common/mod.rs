@@ -103,6 +103,11 @@ impl Setup {
         Some((Self { a, b, network: Some(network) }, first, second))
     }
 
+    /// Returns the control of a software device; over UDP that of `a`.
+    pub(crate) fn control(&self) -> Option<DeviceControl> {
+        self.network.as_ref()?.control("both")
+    }
+
     /// Returns false on a real device, which may deviate from the specification.
     pub(crate) fn is_software(&self) -> bool {
         self.network.is_some()

@@ -9,7 +9,7 @@ use tokio_rdma::types::{
 use tokio_rdma::verbs::PostError;
 
 use crate::common::raw::{End, Options, connected, outcome, settle};
-use crate::common::{Memory, events, rxe, skip_on_emulated_device};
+use crate::common::{Memory, events, pattern, rxe, skip_on_emulated_device};
 
 enum Responder {
     Receive(rxe::Status),
@@ -699,7 +699,7 @@ fn one_sided(remote: RemoteAddr) -> [(SendOp, usize); 4] {
 }
 
 #[test]
-fn unsignalled_work_of_every_kind_is_done_without_a_completion() {
+fn unsignalled_work_of_each_kind_is_done_and_raises_no_completion() {
     let (a, b, _setup) = connected(&Options::default());
     let (from, to, marker) = (Memory::patterned(&a.pd, 24, 4), b.memory(64), b.memory(8));
     let (none, signaled) = (SendFlags::empty(), SendFlags::SIGNALED);
@@ -710,6 +710,7 @@ fn unsignalled_work_of_every_kind_is_done_without_a_completion() {
     for (op, len) in ops {
         let receives =
             matches!(op, SendOp::Send | SendOp::SendWithImm(_) | SendOp::WriteWithImm(..));
+        to.0.write(0, &[0; 64]).unwrap();
         if receives {
             b.recv(3, &[to.sge(32, 24)]).unwrap();
         }
@@ -717,13 +718,26 @@ fn unsignalled_work_of_every_kind_is_done_without_a_completion() {
         let end = SendOp::Write(marker.remote(0));
         a.send_with(2, end, signaled, Data::Sges(&[from.sge(0, 8)])).unwrap();
         assert_eq!(outcome(&a.sent(1)), [(2, WcStatus::SUCCESS)], "{op:?}");
-        assert_eq!(outcome(&b.received(usize::from(receives))).len(), usize::from(receives));
+        let received = vec![(3, WcStatus::SUCCESS); usize::from(receives)];
+        assert_eq!(outcome(&b.received(received.len())), received, "{op:?}");
         assert_eq!(outcome(&a.sent(0)), [], "{op:?}");
+        match op {
+            SendOp::Write(_) | SendOp::WriteWithImm(..) => {
+                assert_eq!(to.bytes(0, 24), from.all(), "{op:?}");
+            }
+            SendOp::Send | SendOp::SendWithImm(_) => {
+                assert_eq!(to.bytes(32, 24), from.all(), "{op:?}");
+            }
+            // The result is in the memory of the requester.
+            SendOp::Read(_) => assert_eq!(from.all(), [0; 24]),
+            _ => assert_eq!((to.0.load(0), from.0.load(0)), (Ok(1), Ok(0)), "{op:?}"),
+        }
+        from.0.write(0, &pattern(24, 4)).unwrap();
     }
 }
 
 #[test]
-fn unsignalled_work_of_every_kind_reports_its_failure() {
+fn unsignalled_work_of_each_kind_reports_its_failure() {
     let nowhere = RemoteAddr { addr: 8, rkey: Rkey(0) };
     for (op, len) in one_sided(nowhere) {
         let (a, _b, _setup) = connected(&Options::default());

@@ -68,7 +68,10 @@ async fn region_is_accessed_at_the_addresses_that_were_chosen(mode: &str) {
 
 // A device without the feature ignores the flag.
 async fn relaxed_memory_has_all_data_once_a_completion_is_seen(mode: &str) {
-    let Pair { a, b, .. } = Pair::new(Transport::Rc, mode);
+    let Pair { a, b, setup } = Pair::new(Transport::Rc, mode);
+    if let Some(control) = setup.control() {
+        control.reorder_relaxed(true);
+    }
     let relaxed = Access::REMOTE_ALL | Access::RELAXED_ORDERING;
     let memory = || HostMemory::zeroed(16_384).unwrap();
     let region = ExposedRegion::new(&b.pd, memory(), relaxed).unwrap();

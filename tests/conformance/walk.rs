@@ -1,4 +1,7 @@
 //! Control verbs in random order beside a model, and from many threads at once.
+//!
+//! The walk checks states, refusals and flushes. It moves no data, completes no receive with
+//! success, sends nothing over RC in RTS, and does not visit SQE.
 
 use std::any::Any;
 use std::collections::{HashSet, VecDeque};
@@ -97,8 +100,9 @@ impl Modelled {
                 assert!(post(&self.end).is_err(), "{:?}", self.state);
                 return;
             }
-            // What they send when they continue depends on the peer.
+            // It would be sent later.
             QpState::Sqd | QpState::Sqe => return,
+            // The peer is in RESET and would not acknowledge it.
             QpState::Rts if self.transport == Transport::Rc => return,
             QpState::Rts => WcStatus::SUCCESS,
             QpState::Err => WcStatus::WR_FLUSH_ERR,
@@ -218,7 +222,7 @@ fn objects_of_every_kind_are_created_and_destroyed_by_many_threads() {
                     if rng.bool() {
                         kept.pop_front();
                         let end = pairs.pop_front().unwrap();
-                        // Its number is free only once it is destroyed.
+                        // Before the drop, after which another thread may get the number.
                         numbers.lock().unwrap().remove(&end.qp.qpn());
                         drop(end);
                     }

@@ -7,8 +7,12 @@ use tokio_rdma::types::{Imm, QpState, RemoteAddr, Rkey, SendOp, Transport, WcSta
 use crate::common::Memory;
 use crate::common::raw::{End, Options, connected, outcome};
 
-/// Returns addresses and keys with which a byte could not be accessed.
-fn unusable(end: &End, memory: &Memory) -> Vec<(&'static str, RemoteAddr)> {
+/// Returns addresses and keys with which a byte could not be accessed. `window` is unbound.
+fn unusable(
+    end: &End,
+    memory: &Memory,
+    window: Option<&MemoryWindow>,
+) -> Vec<(&'static str, RemoteAddr)> {
     let good = memory.remote(0);
     let mut all = vec![
         ("no key", RemoteAddr { rkey: Rkey(0), ..good }),
@@ -18,9 +22,8 @@ fn unusable(end: &End, memory: &Memory) -> Vec<(&'static str, RemoteAddr)> {
     ];
     let dropped = Memory::new(&end.pd, 8).remote(0);
     all.push(("a registration that is gone", dropped));
-    if end.device.attr().max_mw > 0 {
-        let unbound = MemoryWindow::new(&end.pd).unwrap().rkey();
-        all.push(("an unbound window", RemoteAddr { rkey: unbound, ..good }));
+    if let Some(window) = window {
+        all.push(("an unbound window", RemoteAddr { rkey: window.rkey(), ..good }));
     }
     all
 }
@@ -30,7 +33,9 @@ fn remote_key_of_zero_bytes_is_not_checked() {
     for transport in [Transport::Rc, Transport::Uc] {
         let (a, b, _setup) = connected(&Options::of(transport));
         let memory = b.memory(64);
-        for (what, remote) in unusable(&b, &memory) {
+        let has_windows = b.device.attr().max_mw > 0;
+        let window = has_windows.then(|| MemoryWindow::new(&b.pd).unwrap());
+        for (what, remote) in unusable(&b, &memory, window.as_ref()) {
             let what = format!("{transport:?}, {what}");
             b.recv(9, &[]).unwrap();
             a.send(1, SendOp::Write(remote), &[]).unwrap();
