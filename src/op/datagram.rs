@@ -7,7 +7,7 @@ use super::Received;
 use crate::error::SetupError;
 use crate::memory::Scatter;
 use crate::types::{AddressVector, Gid, GidEntry, PortAttr, PortNum, PortState, Qpn, WcFlags};
-use crate::verbs::{AddressHandle, Device, ProtectionDomain};
+use crate::verbs::{AddressHandle, Device, ProtectionDomain, entry_with};
 
 /// Length in bytes of the header in front of each datagram, see [`WcFlags::GRH`].
 const HEADER: usize = 40;
@@ -85,14 +85,13 @@ impl DatagramSender {
 
     /// Returns the active port and the entry of its GID table to which the datagram was sent.
     fn arrived_at(&self, device: &Device) -> Result<Option<(PortAttr, GidEntry)>, SetupError> {
-        let Some(destination) = self.destination else { return Ok(None) };
+        let (Some(gid), Some(destination)) = (self.gid, self.destination) else { return Ok(None) };
         for number in 1..=device.attr().ports {
             let port = device.port(PortNum(number))?;
-            let is_active = port.state == PortState::Active;
-            let ranked = device.gids(PortNum(number), self.gid)?;
-            let found = ranked.iter().find(|ranked| ranked.entry.gid == destination);
-            if let Some(found) = found.filter(|_| is_active) {
-                return Ok(Some((port, found.entry)));
+            if port.state == PortState::Active
+                && let Some(entry) = entry_with(&port, destination, gid)
+            {
+                return Ok(Some((port, entry)));
             }
         }
         Ok(None)

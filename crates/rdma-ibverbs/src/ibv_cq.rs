@@ -21,10 +21,8 @@ use rdma_provider::types::WorkCompletion;
 #[derive(Debug)]
 pub struct Cq {
     raw: NonNull<ibv_cq>,
-    /// The field `cqe` of `raw`, which libibverbs changes when it resizes the queue.
-    capacity: AtomicU32,
-    /// Held while the queue is resized.
-    resizing: Mutex<()>,
+    /// The field `cqe` of `raw`. Locked while libibverbs resizes the queue, which changes it.
+    capacity: Mutex<u32>,
     events: Arc<Events>,
     direct: Option<Arc<CompletionQueue>>,
 }
@@ -73,9 +71,9 @@ impl Cq {
             })?,
         };
         // SAFETY: S3: the queue is alive, and nothing else uses it yet.
-        let capacity = AtomicU32::new(unsafe { granted(raw) });
+        let capacity = Mutex::new(unsafe { granted(raw) });
         // From here on, an error destroys the queue.
-        let mut made = Self { raw, capacity, resizing: Mutex::new(()), events, direct: None };
+        let mut made = Self { raw, capacity, events, direct: None };
         if let Some(direct) = direct {
             // SAFETY: S3: new, and destroyed after the queue pairs that refer to it.
             made.direct = Some(Arc::new(unsafe { direct.completion_queue(raw) }?));
@@ -101,7 +99,7 @@ impl contract::Cq for Cq {
     }
 
     fn capacity(&self) -> u32 {
-        self.capacity.load(Ordering::Relaxed)
+        *self.capacity.lock()
     }
 
     #[inline]
@@ -135,11 +133,11 @@ impl contract::Cq for Cq {
         }
         let wanted =
             i32::try_from(capacity).map_err(|_| VerbError::new(verb, VerbError::EINVAL))?;
-        let _resizing = self.resizing.lock();
+        let mut present = self.capacity.lock();
         // SAFETY: S3: the queue is alive; drivers exclude polls meanwhile.
         sys::status(verb, unsafe { ibv_resize_cq(self.raw(), wanted) })?;
         // SAFETY: S3: the queue is alive, and only this call changes its field, under the lock.
-        self.capacity.store(unsafe { granted(self.raw) }, Ordering::Relaxed);
+        *present = unsafe { granted(self.raw) };
         Ok(())
     }
 

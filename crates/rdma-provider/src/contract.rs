@@ -365,10 +365,7 @@ pub trait Cq: Debug + Send + Sync {
 
     /// Changes the capacity to at least `capacity`, `ibv_resize_cq(3)`. On error it is unchanged:
     /// EOPNOTSUPP if unsupported, EINVAL if more completions wait or the device has less.
-    fn resize(&self, capacity: u32) -> Result<(), VerbError> {
-        let _ = capacity;
-        Err(VerbError::new("ibv_resize_cq", VerbError::EOPNOTSUPP))
-    }
+    fn resize(&self, capacity: u32) -> Result<(), VerbError>;
 
     /// Moderates events: one per `completions` completions or `period` µs, `ibv_modify_cq(3)`.
     /// EOPNOTSUPP if unsupported.

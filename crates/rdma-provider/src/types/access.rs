@@ -25,8 +25,7 @@ bitflags! {
         /// requests: a byte of a WRITE may be visible before those in front of it, and what two
         /// writes without a completion between them leave in the same place is undefined. A
         /// completion still shows that all earlier data are in place, and no write overtakes an
-        /// atomic.
-        /// For registrations only; a device without the feature ignores it.
+        /// atomic. For registrations only; a device without the feature ignores it.
         const RELAXED_ORDERING = 1 << 6;
         /// The memory consists of huge pages, and faults bring them in whole. For registrations
         /// with [`ON_DEMAND`](Self::ON_DEMAND) only.

@@ -200,11 +200,15 @@ impl<'a, 'k> Cursor<'a, 'k> {
     fn write(&mut self, mut from: *const u8, mut len: usize, shared: bool) {
         while let [first, rest @ ..] = self.to {
             let step = len.min(first.len - self.offset);
-            let copy = if first.reordered { copy_reordered } else { copy };
             // SAFETY: S2: `from` has `len` bytes left and `first` has `step` from `offset`; both
             // stay registered or borrowed during the call.
             unsafe {
-                copy(from, shared, first.pointer.add(self.offset), first.shared, step);
+                let to = first.pointer.add(self.offset);
+                if first.reordered {
+                    copy_reordered(from, shared, to, first.shared, step);
+                } else {
+                    copy(from, shared, to, first.shared, step);
+                }
                 from = from.add(step);
             }
             len -= step;
