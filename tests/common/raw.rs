@@ -144,10 +144,7 @@ impl End {
     }
 
     pub(crate) fn address(&self) -> AddressVector {
-        let (port, gid) = self.device.default_path().unwrap();
-        let mut address = AddressVector::new(port.port, gid.index, gid.gid);
-        address.dlid = port.lid;
-        address
+        address_of(&self.device)
     }
 
     pub(crate) fn init(&self, options: &Options) {
@@ -185,7 +182,7 @@ impl End {
         flags: SendFlags,
         data: Data<'_>,
     ) -> Result<(), PostError> {
-        self.post(&[SendWr { wr_id: WrId(wr_id), op, flags, data, target: None }])
+        self.post(&[request(wr_id, op, flags, data)])
     }
 
     pub(crate) fn send_to(
@@ -254,6 +251,17 @@ impl End {
     pub(crate) fn received(&self, count: usize) -> Vec<WorkCompletion> {
         take(&self.recv_cq, count)
     }
+}
+
+/// Returns the address of the default port, as a peer of the same network names it.
+pub(crate) fn address_of(device: &Device) -> AddressVector {
+    let (port, gid) = device.default_path().unwrap();
+    AddressVector { dlid: port.lid, ..AddressVector::new(port.port, gid.index, gid.gid) }
+}
+
+/// Returns a work request for the connected peer.
+pub(crate) fn request(wr_id: u64, op: SendOp, flags: SendFlags, data: Data<'_>) -> SendWr<'_> {
+    SendWr { wr_id: WrId(wr_id), op, flags, data, target: None }
 }
 
 pub(crate) fn post_shared(srq: &Srq, wr_id: u64, sges: &[Sge]) -> Result<(), PostError> {

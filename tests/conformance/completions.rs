@@ -11,12 +11,12 @@ use std::time::Duration;
 use tokio::io::Interest;
 use tokio::io::unix::AsyncFd;
 use tokio_rdma::types::{
-    AsyncEvent, Data, QpState, SendFlags, SendOp, SendWr, WcOpcode, WcStatus, WorkCompletion, WrId,
+    AsyncEvent, Data, QpState, SendFlags, SendOp, WcOpcode, WcStatus, WorkCompletion,
 };
 use tokio_rdma::verbs::{Channel, Cq};
 use tokio_rdma::{CompletionMode, CompletionQueue, Device, OpErrorKind, SetupError, VerbError};
 
-use crate::common::raw::{End, Options, connect, connected, outcome, poll, take};
+use crate::common::raw::{End, Options, connect, connected, outcome, poll, request, take};
 use crate::common::{
     Memory, Setup, events, eventually, run, rxe, skip, skip_on_emulated_device, within,
 };
@@ -78,15 +78,8 @@ fn list_longer_than_the_send_queue_is_posted_in_part() {
     } else {
         SendOp::Write(to.remote(0))
     };
-    let list: Vec<_> = (0..depth as u64 + 3)
-        .map(|id| SendWr {
-            wr_id: WrId(id),
-            op,
-            flags: SIGNALED,
-            data: Data::Inline(&[1; 8]),
-            target: None,
-        })
-        .collect();
+    let list: Vec<_> =
+        (0..depth as u64 + 3).map(|id| request(id, op, SIGNALED, Data::Inline(&[1; 8]))).collect();
     let refused = a.post(&list).unwrap_err();
     if !setup.is_software() && refused.error.verb == "ibv_wr_complete" {
         // The list is posted whole or not at all.
@@ -682,14 +675,10 @@ fn failed_completion_queue_fails_every_operation() {
             // The polling thread could keep up with the device, so it is blocked meanwhile.
             let held = (mode == "busy_poll").then(|| Held::hold(&setup.a, completion_mode));
             // Posted until a completion is lost, because the send queue may be full before.
-            let write = |wr_id| SendWr {
-                wr_id: WrId(wr_id),
-                op: SendOp::Write(tokio_rdma::types::RemoteAddr::default()),
-                flags: SIGNALED,
-                data: Data::Sges(&[]),
-                target: None,
-            };
-            let list: Vec<_> = (0..16).map(|id| write(u64::MAX - id)).collect();
+            let write = SendOp::Write(tokio_rdma::types::RemoteAddr::default());
+            let list: Vec<_> = (0..16)
+                .map(|id| request(u64::MAX - id, write, SIGNALED, Data::Sges(&[])))
+                .collect();
             // One of 16384 empty polls reads asynchronous events. An attempt makes a tenth of them,
             // because on a busy machine each attempt yields the processor for milliseconds.
             eventually("overrun", || {

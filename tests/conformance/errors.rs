@@ -2,13 +2,13 @@
 
 use tokio_rdma::Access;
 use tokio_rdma::types::{
-    AsyncEvent, Data, Imm, Lkey, QpCaps, QpState, Qpn, RemoteAddr, Rkey, SendFlags, SendOp, SendWr,
-    Sge, Transport, WcStatus, WrId,
+    AsyncEvent, Data, Imm, Lkey, QpCaps, QpState, Qpn, RemoteAddr, Rkey, SendFlags, SendOp, Sge,
+    Transport, WcStatus,
 };
 
 use tokio_rdma::verbs::PostError;
 
-use crate::common::raw::{End, Options, connected, outcome, settle};
+use crate::common::raw::{End, Options, connected, outcome, request, settle};
 use crate::common::{Memory, events, pattern, rxe, skip_on_emulated_device};
 
 enum Responder {
@@ -559,13 +559,7 @@ fn unsignalled_work_completes_only_if_it_fails() {
     let (a, b, _setup) = connected(&Options::default());
     let (from, to) = (a.memory(8), b.memory(8));
     let sges = [from.sge(0, 8)];
-    let wr = |wr_id, op, flags| SendWr {
-        wr_id: WrId(wr_id),
-        op,
-        flags,
-        data: Data::Sges(&sges),
-        target: None,
-    };
+    let wr = |wr_id, op, flags| request(wr_id, op, flags, Data::Sges(&sges));
     let good = SendOp::Write(to.remote(0));
     let bad = SendOp::Write(RemoteAddr { addr: to.remote(0).addr, rkey: Rkey(0) });
     let none = SendFlags::empty();
@@ -596,13 +590,7 @@ fn malformed_work_request_stops_its_list() {
     let elements = vec![from.sge(0, 1); caps.max_send_sge as usize + 1];
     let long = vec![1; caps.max_inline as usize + 1];
     let good = [from.sge(0, 8)];
-    let wr = |wr_id, op, data| SendWr {
-        wr_id: WrId(wr_id),
-        op,
-        flags: SendFlags::SIGNALED,
-        data,
-        target: None,
-    };
+    let wr = |wr_id, op, data| request(wr_id, op, SendFlags::SIGNALED, data);
     let write = SendOp::Write(to.remote(0));
     let bad = [
         wr(2, SendOp::Send, Data::Sges(&elements)),
@@ -762,15 +750,11 @@ fn earlier_of_a_local_and_a_remote_error_is_reported() {
         let (a, b, _setup) = connected(&Options::default());
         let (from, to) = (a.memory(8), b.memory(8));
         let covered = [from.sge(0, 8)];
-        let wr = |wr_id, op, sges| SendWr {
-            wr_id: WrId(wr_id),
-            op,
-            flags: SendFlags::SIGNALED,
-            data: Data::Sges(sges),
-            target: None,
+        let write = |id, remote, sges| {
+            request(id, SendOp::Write(remote), SendFlags::SIGNALED, Data::Sges(sges))
         };
-        let far = |id| wr(id, SendOp::Write(nowhere), &covered);
-        let near = |id| wr(id, SendOp::Write(to.remote(0)), &uncovered);
+        let far = |id| write(id, nowhere, &covered);
+        let near = |id| write(id, to.remote(0), &uncovered);
         let (list, first) = if remote_first {
             ([far(1), near(2)], WcStatus::REM_ACCESS_ERR)
         } else {

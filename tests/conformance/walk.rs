@@ -14,7 +14,7 @@ use tokio_rdma::verbs::{Channel, Cq, Srq};
 use tokio_rdma::{Device, ProtectionDomain};
 
 use super::transitions::{attributes, row};
-use crate::common::raw::{End, Options, QKEY, init, outcome, rtr, rts};
+use crate::common::raw::{End, Options, QKEY, address_of, connect, init, outcome, rtr, rts};
 use crate::common::{Memory, Setup, hardware};
 use crate::torture::{HANG, Seed, bounded};
 
@@ -139,12 +139,7 @@ fn object(kind: u8, pd: &ProtectionDomain) -> Box<dyn Any> {
         3 => Box::new(Memory::new(pd, 5_000)),
         4 => Box::new(Srq::new(pd, SrqCaps { max_wr: 8, max_sge: 1 }).unwrap()),
         5 if device.attr().max_mw > 0 => Box::new(MemoryWindow::new(pd).unwrap()),
-        _ => {
-            let (port, gid) = device.default_path().unwrap();
-            let mut address = tokio_rdma::types::AddressVector::new(port.port, gid.index, gid.gid);
-            address.dlid = port.lid;
-            Box::new(pd.address_handle(&address).unwrap())
-        }
+        _ => Box::new(pd.address_handle(&address_of(device)).unwrap()),
     }
 }
 
@@ -243,7 +238,7 @@ fn objects_of_every_kind_are_created_and_destroyed_by_many_threads() {
         }
     });
     let (a, b) = (End::new(&setup.a, &Options::default()), End::new(&setup.b, &Options::default()));
-    crate::common::raw::connect(&a, &b, &Options::default());
+    connect(&a, &b, &Options::default());
     b.recv(1, &[]).unwrap();
     a.send(2, SendOp::Send, &[]).unwrap();
     assert_eq!(outcome(&a.sent(1)), [(2, WcStatus::SUCCESS)]);

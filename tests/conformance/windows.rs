@@ -7,7 +7,7 @@ use tokio_rdma::types::{
 };
 use tokio_rdma::{Access, ProtectionDomain, SetupError, VerbError};
 
-use crate::common::raw::{End, Options, connect, connected, outcome};
+use crate::common::raw::{End, Options, connect, connected, outcome, request};
 use crate::common::{Memory, Setup, eventually, pattern, rxe, skip};
 
 /// Returns two ends in RTS if their device has windows. The second end binds.
@@ -248,12 +248,10 @@ fn binding_completes_before_a_message_posted_with_it() {
     for round in 0..20 {
         a.recv(1, &[]).unwrap();
         let bind = window.prepare(&memory.0, 0..64, Access::REMOTE_WRITE).unwrap();
-        let wr =
-            |wr_id, op, flags, data| SendWr { wr_id: WrId(wr_id), op, flags, data, target: None };
         let none = SendFlags::empty();
         b.post(&[
-            wr(2, SendOp::BindWindow, none, Data::Window(&bind)),
-            wr(3, SendOp::Send, SendFlags::SIGNALED, Data::Sges(&[])),
+            request(2, SendOp::BindWindow, none, Data::Window(&bind)),
+            request(3, SendOp::Send, SendFlags::SIGNALED, Data::Sges(&[])),
         ])
         .unwrap();
         assert_eq!(outcome(&a.received(1)), [(1, WcStatus::SUCCESS)]);
