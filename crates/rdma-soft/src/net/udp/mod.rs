@@ -11,6 +11,8 @@
 
 mod batch;
 mod config;
+#[cfg(target_os = "linux")]
+mod control_messages;
 mod endpoint;
 mod error;
 mod inbox_lock;
