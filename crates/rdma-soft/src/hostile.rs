@@ -13,6 +13,7 @@ use rdma_provider::types::{
 use super::dc::{Environment, Header, Outcome, SessionNumber, Target};
 use super::memory::dma::{Gather, Memory, Payload};
 use super::memory::keys::Keys;
+use super::roce::ip_fields::Origin;
 use super::roce::packet::{AtomicOp, Body, Packet, Part, Reth, Tail};
 use super::roce::partition::DEFAULT_PKEY;
 use super::roce::responder::{ReceiveConfig, ReceiveWqe, Receiver, Responder};
@@ -108,7 +109,7 @@ pub fn requests(bytes: &[u8]) {
         };
         responder.on_request(
             &packet,
-            Gid::default(),
+            Origin::default(),
             &Payload::Bytes(payload),
             &region.keys,
             &mut log,

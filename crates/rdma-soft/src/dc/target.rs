@@ -9,6 +9,7 @@ use rdma_provider::types::{DcKey, Gid, QpState, Qpn, Transport};
 
 use crate::memory::dma::{Gather, Payload};
 use crate::memory::keys::Keys;
+use crate::roce::ip_fields::Origin;
 use crate::roce::packet::{Aeth, Body, Nak, Packet, Syndrome};
 use crate::roce::partition::may_communicate;
 use crate::roce::responder::{ReceiveConfig, ReceiveWqe, Receiver, Responder};
@@ -164,7 +165,8 @@ impl Target {
             {
                 session.used = out.now();
                 let packet = Packet { transport: Transport::Rc, ..*packet };
-                session.responder.on_request(&packet, source, payload, keys, out);
+                let origin = Origin { gid: source, ..Origin::default() };
+                session.responder.on_request(&packet, origin, payload, keys, out);
                 if session.responder.has_replies() {
                     Outcome::Session(key)
                 } else {

@@ -13,14 +13,15 @@ use super::queue_pair::QpInner;
 use crate::cm::agent::{self, MANAGEMENT, MANAGEMENT_QKEY};
 use crate::dc::Header;
 use crate::net::node::{Arrival, Node};
+use crate::roce::ip_fields::Origin;
 use crate::roce::packet::{Body, Packet};
 
 impl Node for DeviceInner {
     fn receive(self: Arc<Self>, packets: &mut dyn Iterator<Item = Arrival<'_>>) -> usize {
         let mut answer = DeferredAnswer::default();
         let unwanted = packets
-            .filter(|(source, packet, payload)| {
-                !self.is_linked() || !self.on_packet(*source, packet, payload, &mut answer)
+            .filter(|(origin, packet, payload)| {
+                !self.is_linked() || !self.on_packet(*origin, packet, payload, &mut answer)
             })
             .count();
         answer.flush();
@@ -65,11 +66,12 @@ impl DeviceInner {
     /// Processes a packet; returns false without a receiver. `answer` defers the response.
     fn on_packet(
         self: &Arc<Self>,
-        source: Gid,
+        origin: Origin,
         packet: &Packet,
         payload: &[u8],
         answer: &mut DeferredAnswer,
     ) -> bool {
+        let source = origin.gid;
         if packet.transport == Transport::Dci {
             return self.on_framed(source, packet, payload, answer);
         }
@@ -77,7 +79,7 @@ impl DeviceInner {
             // DC initiators receive only from their targets.
             let taken = self.queue_pair(packet.dest).filter(|qp| qp.transport() != Transport::Dci);
             let Some(qp) = taken else { return agent::answer_early(self, source, packet) };
-            let half = qp.on_packet(packet, source, payload);
+            let half = qp.on_packet(packet, origin, payload);
             answer.defer(qp, half);
         } else if self.pkeys.find(packet.pkey).is_none() {
             self.pkeys.count_violation();

@@ -69,7 +69,7 @@ impl<'a> Outbox<'a> {
         let Some(endpoint) = device.endpoint().filter(|_| !device.network.is_faulty()) else {
             let mut image = Vec::with_capacity(64 + length);
             write(&mut image);
-            device.network.transmit((device.gid, to), image);
+            device.network.transmit((device.gid, to), self.ip_fields, image);
             return;
         };
         let batch = self.batch.get_or_insert_with(|| endpoint.batch());

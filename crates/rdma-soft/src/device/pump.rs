@@ -10,7 +10,7 @@ use std::sync::Arc;
 
 use rdma_provider::locks::MutexGuard;
 
-use rdma_provider::types::{Access, Data, Gid, Psn, SendWr, Transport};
+use rdma_provider::types::{Access, Data, Psn, SendWr, Transport};
 
 use super::DeviceInner;
 use super::deferred::Deferred;
@@ -20,6 +20,7 @@ use crate::cm::agent;
 use crate::memory::dma::{Gather, Payload};
 use crate::net::scheduler::{Scheduled, Task};
 use crate::net::udp::Pace;
+use crate::roce::ip_fields::Origin;
 use crate::roce::packet::Packet;
 use crate::roce::partition::{are_full_members, may_communicate};
 use crate::roce::requester::{Destination, DirectMessage, Outgoing, Requester, Source};
@@ -295,7 +296,8 @@ impl QpInner {
             };
             rdma_provider::trace!(qpn = %self.qpn(), packet = ?outgoing.packet, "request");
             let payload = payload_of(machine, &outgoing, &gather);
-            responder.on_request(&outgoing.packet, here.gid, &payload, &there.keys, &mut peer_out);
+            let origin = Origin { gid: here.gid, ip_fields: peer_at.ip_fields };
+            responder.on_request(&outgoing.packet, origin, &payload, &there.keys, &mut peer_out);
             budget.spend(payload.len());
             gather.clear();
             if unconfirmed.is_some()
@@ -364,7 +366,8 @@ impl QpInner {
                 let ReceiverHalf { device: there, machine: responder, .. } = &mut *receiver;
                 let mut peer_out = ReceiveSide { qp: peer, deferred };
                 let packet = &outgoing.packet;
-                responder.on_request(packet, here.gid, &payload, &there.keys, &mut peer_out);
+                let origin = Origin { gid: here.gid, ip_fields: outgoing.to.ip_fields };
+                responder.on_request(packet, origin, &payload, &there.keys, &mut peer_out);
             }
             budget.spend(payload.len());
             gather.clear();
@@ -471,7 +474,7 @@ impl QpInner {
     pub(crate) fn on_packet(
         self: &Arc<Self>,
         packet: &Packet,
-        source: Gid,
+        origin: Origin,
         payload: &[u8],
     ) -> Half {
         let deferred = Deferred::new();
@@ -480,7 +483,7 @@ impl QpInner {
         let keys = &self.device.keys;
         let half = if packet.body.is_response() {
             let mut sender = self.sender.lock();
-            if source == sender.peer_at.gid {
+            if origin.gid == sender.peer_at.gid {
                 sender.machine.on_response(
                     packet,
                     &payload,
@@ -494,7 +497,7 @@ impl QpInner {
             if !self.is_destroyed() {
                 let mut out = ReceiveSide { qp: self, deferred: &deferred };
                 let dropped = receiver.machine.counters.dropped;
-                receiver.machine.on_request(packet, source, &payload, keys, &mut out);
+                receiver.machine.on_request(packet, origin, &payload, keys, &mut out);
                 if receiver.unconfirmed.is_some() {
                     if receiver.machine.counters.dropped == dropped {
                         if let Some(connection) = receiver.unconfirmed.take() {
@@ -512,7 +515,7 @@ impl QpInner {
         };
         deferred.run();
         if early {
-            agent::answer_early(&self.device, source, packet);
+            agent::answer_early(&self.device, origin.gid, packet);
         }
         half
     }

@@ -20,6 +20,7 @@ use super::node::Node;
 use super::ports::Ports;
 use super::scheduler::{Job, Scheduler};
 use super::udp::{Endpoint, UdpConfig};
+use crate::roce::ip_fields::{IpFields, Origin};
 use crate::roce::packet::{self, Packet, WireError};
 
 /// A network of software devices, in this process or [over UDP](Self::udp).
@@ -64,6 +65,7 @@ pub(crate) struct NetworkInner {
 struct Delivery {
     network: Weak<NetworkInner>,
     route: (Gid, Gid),
+    ip_fields: IpFields,
     /// With checksum.
     image: Vec<u8>,
 }
@@ -404,7 +406,12 @@ impl NetworkInner {
     }
 
     /// Sends an encoded packet through the fault model.
-    pub(crate) fn transmit(self: &Arc<Self>, route: (Gid, Gid), mut image: Vec<u8>) {
+    pub(crate) fn transmit(
+        self: &Arc<Self>,
+        route: (Gid, Gid),
+        ip_fields: IpFields,
+        mut image: Vec<u8>,
+    ) {
         let endpoint = self.endpoints.get(&route.0);
         match endpoint {
             Some(endpoint) => endpoint.seal(&mut image, route.1),
@@ -416,13 +423,15 @@ impl NetworkInner {
         };
         let now = self.scheduler.now();
         let [first, second] = self.link.lock().send(now, route, &mut image, passes);
+        let deliver = |at, image| {
+            let delivery = Delivery { network: Arc::downgrade(self), route, ip_fields, image };
+            self.scheduler.schedule(at, Job::Deliver(Box::new(|| delivery.run())));
+        };
         if let Some(at) = second {
-            let copy = Delivery { network: Arc::downgrade(self), route, image: image.clone() };
-            self.scheduler.schedule(at, Job::Deliver(Box::new(|| copy.run())));
+            deliver(at, image.clone());
         }
         if let Some(at) = first {
-            let delivery = Delivery { network: Arc::downgrade(self), route, image };
-            self.scheduler.schedule(at, Job::Deliver(Box::new(|| delivery.run())));
+            deliver(at, image);
         }
     }
 }
@@ -441,7 +450,7 @@ impl Delivery {
         let Some(network) = self.network.upgrade() else { return };
         let (source, destination) = self.route;
         if let Some(endpoint) = network.endpoints.get(&source) {
-            endpoint.send_sealed(&self.image, destination);
+            endpoint.send_sealed(&self.image, (destination, self.ip_fields));
             return;
         }
         let Some(node) = network.node(destination) else { return };
@@ -456,7 +465,8 @@ impl Delivery {
             }
         };
         rdma_provider::trace!(%source, ?packet, "packet arrived");
-        node.receive(&mut std::iter::once((source, packet, payload)));
+        let origin = Origin { gid: source, ip_fields: self.ip_fields };
+        node.receive(&mut std::iter::once((origin, packet, payload)));
     }
 }
 

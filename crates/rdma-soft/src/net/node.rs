@@ -5,13 +5,14 @@ use std::sync::Arc;
 
 use rdma_provider::types::{Gid, PortNum};
 
+use crate::roce::ip_fields::Origin;
 use crate::roce::packet::Packet;
 
 /// The only port of a device.
 pub(crate) const PORT: PortNum = PortNum(1);
 
-/// A packet that has arrived at a node, with its source and payload.
-pub(crate) type Arrival<'a> = (Gid, Packet, &'a [u8]);
+/// A packet that has arrived at a node, with its origin and payload.
+pub(crate) type Arrival<'a> = (Origin, Packet, &'a [u8]);
 
 /// A device, as its network sees it.
 pub(crate) trait Node: Any + Send + Sync {

@@ -1,27 +1,37 @@
 //! The fields of IP headers that a path sets.
 
-use rdma_provider::types::AddressVector;
+use rdma_provider::types::{AddressVector, Gid};
 
-/// Traffic class and hop limit of a packet.
+/// Traffic class, hop limit and flow label of a packet. Over IPv4, the flow label is 0.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct IpFields {
     pub(crate) traffic_class: u8,
     pub(crate) hop_limit: u8,
+    pub(crate) flow_label: u32,
+}
+
+/// The device that sent a packet, and the fields of the packet's IP header.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub(crate) struct Origin {
+    pub(crate) gid: Gid,
+    pub(crate) ip_fields: IpFields,
 }
 
 impl Default for IpFields {
     fn default() -> Self {
-        Self { traffic_class: 0, hop_limit: AddressVector::DEFAULT_HOP_LIMIT }
+        Self { traffic_class: 0, hop_limit: AddressVector::DEFAULT_HOP_LIMIT, flow_label: 0 }
     }
 }
 
 impl IpFields {
     pub(crate) fn of(address: &AddressVector) -> Self {
+        let &AddressVector { dgid, traffic_class, flow_label, .. } = address;
         // Programs that set only what they need leave 0, which the kernel refuses.
         let hop_limit = match address.hop_limit {
             0 => AddressVector::DEFAULT_HOP_LIMIT,
             set => set,
         };
-        Self { traffic_class: address.traffic_class, hop_limit }
+        let flow_label = if dgid.to_ip().is_ipv4() { 0 } else { flow_label & 0xf_ffff };
+        Self { traffic_class, hop_limit, flow_label }
     }
 }

@@ -1,6 +1,7 @@
 //! Reliable connections without faults, on a direct and on a simulated network.
 
 use super::*;
+use crate::roce::ip_fields::Origin;
 use crate::roce::packet::{Body, Packet, Part, Tail};
 use rdma_provider::types::{Imm, WcFlags, WcOpcode, WcStatus};
 
@@ -165,7 +166,8 @@ fn completed_receive_is_acknowledged_although_its_queue_pair_is_dropped() {
         ack_request: true,
         body: Body::Send { part: Part::Only, tail: Tail::None },
     };
-    b.qp.0.on_packet(&packet, a.address().dgid, &[]);
+    let origin = Origin { gid: a.address().dgid, ..Origin::default() };
+    b.qp.0.on_packet(&packet, origin, &[]);
     assert_eq!(outcome(&b.poll()), [(1, WcStatus::SUCCESS)]);
     drop(b.qp);
     assert_eq!(outcome(&a.wait(1)), [(1, WcStatus::SUCCESS)]);

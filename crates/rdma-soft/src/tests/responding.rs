@@ -6,6 +6,7 @@ use rdma_provider::types::{Gid, Imm, WcStatus, WindowBind};
 
 use super::super::memory::dma::{Gather, Payload};
 use super::super::memory::keys::Keys;
+use super::super::roce::ip_fields::Origin;
 use super::super::roce::packet::{Aeth, AtomicOp, Body, Nak, Packet, Part, Reth, Syndrome, Tail};
 use super::super::roce::responder::{ReceiveConfig, Responder};
 
@@ -74,7 +75,7 @@ impl Responding {
             body,
         };
         let payload = Payload::Bytes(payload);
-        self.machine.on_request(&packet, Gid::default(), &payload, &self.keys, &mut self.log);
+        self.machine.on_request(&packet, Origin::default(), &payload, &self.keys, &mut self.log);
     }
 
     fn replies(&mut self) -> Vec<(i32, Body, Vec<u8>)> {
@@ -467,7 +468,7 @@ fn duplicate_invalidation_does_not_end_a_later_binding() {
     let payload = Payload::Bytes(&[1; 8]);
     it.machine.on_request(
         &packet(0, invalidation),
-        Gid::default(),
+        Origin::default(),
         &payload,
         &it.keys,
         &mut it.log,
@@ -479,7 +480,7 @@ fn duplicate_invalidation_does_not_end_a_later_binding() {
     it.bind(key.next(), key);
     it.machine.on_request(
         &packet(0, invalidation),
-        Gid::default(),
+        Origin::default(),
         &payload,
         &it.keys,
         &mut it.log,
@@ -487,7 +488,7 @@ fn duplicate_invalidation_does_not_end_a_later_binding() {
     assert_eq!(it.machine.counters.duplicates, 1);
     let remote = RemoteAddr { addr: sge.addr, rkey: key };
     let write = Body::Write { part: Part::Only, reth: Reth { remote, length: 8 }, imm: None };
-    it.machine.on_request(&packet(1, write), Gid::default(), &payload, &it.keys, &mut it.log);
+    it.machine.on_request(&packet(1, write), Origin::default(), &payload, &it.keys, &mut it.log);
     assert_eq!(it.syndromes(), [(1, Syndrome::ACK)]);
 }
 

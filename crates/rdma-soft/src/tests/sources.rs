@@ -3,6 +3,7 @@
 use std::time::Instant;
 
 use super::super::net::node::Node;
+use super::super::roce::ip_fields::{IpFields, Origin};
 use super::super::roce::packet::{Aeth, Body, Nak, Packet, Part, Syndrome, Tail};
 use super::*;
 use rdma_provider::types::{Gid, WcStatus};
@@ -56,14 +57,14 @@ fn damaged_packets_reach_no_queue_pair() {
         if endpoint.may_hold(&damaged, gid(&b)) {
             continue;
         }
-        endpoint.send_sealed(&damaged, gid(&b));
+        endpoint.send_sealed(&damaged, (gid(&b), IpFields::default()));
         sent += 1;
         soon("the packet does not arrive", &|| network.counters().received >= sent);
     }
     assert!(sent > image.len() as u64 / 2);
     assert!(b.poll().is_empty() && b.state() == QpState::Rts);
     assert_eq!(to.bytes(0, 16), [0; 16]);
-    endpoint.send_sealed(&image, gid(&b));
+    endpoint.send_sealed(&image, (gid(&b), IpFields::default()));
     assert_eq!(outcome(&b.wait(1)), [(1, WcStatus::SUCCESS)]);
     assert_eq!(to.bytes(0, 16), [[7; 8], [0; 8]].concat());
     // A packet is counted as received before it is rejected, but before the next one is received.
@@ -81,7 +82,8 @@ fn responses_from_other_addresses_are_ignored() {
     let stranger = gid(&End::new(&network, "c", &options));
     let (from, region) = (a.buffer(16), b.buffer(16));
     from.fill([1; 16]);
-    let respond = |source: Gid, step: u32, body: Body, payload: &[u8]| {
+    let respond = |gid: Gid, step: u32, body: Body, payload: &[u8]| {
+        let source = Origin { gid, ..Origin::default() };
         let packet = packet(&a, options.psn + step, body);
         let device = std::sync::Arc::clone(&a.qp.0.device);
         assert_eq!(device.receive(&mut std::iter::once((source, packet, payload))), 0);

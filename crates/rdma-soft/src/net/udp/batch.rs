@@ -66,12 +66,12 @@ impl Batch {
     }
 
     /// Adds a complete packet as its own message.
-    pub(super) fn push_sealed(&mut self, image: &[u8], to: SocketAddr) {
+    pub(super) fn push_sealed(&mut self, image: &[u8], (to, ip_fields): (SocketAddr, IpFields)) {
         let start = self.bytes.len();
         self.bytes.extend_from_slice(image);
         self.groups.push(Group {
             to,
-            ip_fields: IpFields::default(),
+            ip_fields,
             bytes: start..self.bytes.len(),
             segment: image.len(),
             count: 1,

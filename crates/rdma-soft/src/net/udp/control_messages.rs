@@ -10,8 +10,8 @@ use libc::c_int;
 use super::batch::Group;
 use crate::roce::ip_fields::IpFields;
 
-/// Space of a control message with an integer, aligned for its header.
-pub(super) type ReceiveControls = [u64; 4];
+/// Space of segment size, traffic class, hop limit and flow label, aligned for their headers.
+pub(super) type ReceiveControls = [u64; 12];
 /// Space of segment size, traffic class and hop limit.
 pub(super) type SendControls = [u64; 9];
 /// Space of an error with an address.
@@ -27,7 +27,8 @@ pub(super) fn write_controls(
         let kind = (libc::SOL_UDP, libc::UDP_SEGMENT);
         write_control(message, controls, kind, group.segment as u16);
     }
-    let (plain, IpFields { traffic_class, hop_limit }) = (IpFields::default(), group.ip_fields);
+    // The flow label is part of the address.
+    let (plain, IpFields { traffic_class, hop_limit, .. }) = (IpFields::default(), group.ip_fields);
     let (class_kind, hops_kind) = if group.to.is_ipv4() {
         ((libc::IPPROTO_IP, libc::IP_TOS), (libc::IPPROTO_IP, libc::IP_TTL))
     } else {
@@ -64,25 +65,42 @@ fn write_control<T: Copy>(
     }
 }
 
-/// Returns the length of joined datagrams, if several.
-pub(super) fn segment_size(message: &libc::msghdr) -> Option<usize> {
+/// Returns the length of joined datagrams, if several, and the fields of their IP header.
+pub(super) fn read_controls(message: &libc::msghdr) -> (Option<usize>, IpFields) {
+    let (mut segment, mut ip_fields) = (None, IpFields::default());
     // SAFETY: S4: the kernel has written `msg_controllen` bytes, within which the macros stay; an
     // integer is read only where a header announces it.
     unsafe {
         let mut header = libc::CMSG_FIRSTHDR(message);
         while !header.is_null() {
-            let gro = (*header).cmsg_level == libc::SOL_UDP && (*header).cmsg_type == libc::UDP_GRO;
-            if gro
-                && (*header).cmsg_len as usize
-                    >= libc::CMSG_LEN(mem::size_of::<c_int>() as u32) as usize
-            {
-                let size = libc::CMSG_DATA(header).cast::<c_int>().read_unaligned();
-                return usize::try_from(size).ok().filter(|&size| size > 0);
+            let (data, length) = (libc::CMSG_DATA(header), (*header).cmsg_len as usize);
+            let has = |bytes: usize| length >= libc::CMSG_LEN(bytes as u32) as usize;
+            let kind = ((*header).cmsg_level, (*header).cmsg_type);
+            if kind == (libc::IPPROTO_IP, libc::IP_TOS) && has(1) {
+                ip_fields.traffic_class = data.read();
+            } else if has(mem::size_of::<c_int>()) {
+                let value = data.cast::<c_int>().read_unaligned();
+                match kind {
+                    (libc::SOL_UDP, libc::UDP_GRO) => {
+                        segment = usize::try_from(value).ok().filter(|&size| size > 0);
+                    }
+                    (libc::IPPROTO_IPV6, libc::IPV6_TCLASS) => {
+                        ip_fields.traffic_class = value as u8
+                    }
+                    (libc::IPPROTO_IP, libc::IP_TTL)
+                    | (libc::IPPROTO_IPV6, libc::IPV6_HOPLIMIT) => {
+                        ip_fields.hop_limit = value as u8
+                    }
+                    (libc::IPPROTO_IPV6, libc::IPV6_FLOWINFO) => {
+                        ip_fields.flow_label = u32::from_be(value as u32) & 0xf_ffff;
+                    }
+                    _ => {}
+                }
             }
             header = libc::CMSG_NXTHDR(message, header);
         }
     }
-    None
+    (segment, ip_fields)
 }
 
 /// Returns true if an ICMP message reports a closed port.

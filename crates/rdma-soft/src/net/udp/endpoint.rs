@@ -21,7 +21,7 @@ use crate::net::faults::LinkCounters;
 use crate::net::node::{Arrival, Node};
 use crate::net::scheduler::Scheduler;
 use crate::net::udp::interface::{mtu_at, scope_of};
-use crate::roce::ip_fields::IpFields;
+use crate::roce::ip_fields::{IpFields, Origin};
 use crate::roce::packet::Packet;
 use rdma_provider::types::{Gid, Mtu};
 
@@ -30,7 +30,7 @@ use super::config::UdpConfig;
 use super::inbox_lock::InboxLock;
 use super::pace::Pace;
 use super::peer_link::PeerLink;
-use super::socket::{Inbox, Socket};
+use super::socket::{Datagram, Inbox, Socket};
 use crate::roce::icrc::{CHECK, Header};
 
 /// Maximum bytes besides the payload: IPv6 header and all extensions, as in SoftRoCE.
@@ -246,9 +246,9 @@ impl Endpoint {
     }
 
     /// Sends a packet with its ICRC, right or wrong.
-    pub(crate) fn send_sealed(&self, image: &[u8], to: Gid) {
+    pub(crate) fn send_sealed(&self, image: &[u8], (to, ip_fields): (Gid, IpFields)) {
         let mut batch = self.batch();
-        batch.push_sealed(image, self.header_to(to).1);
+        batch.push_sealed(image, (self.header_to(to).1, ip_fields));
         self.send(&mut batch);
         self.keep(batch);
     }
@@ -350,9 +350,7 @@ impl Endpoint {
     }
 
     fn on_inbox(&self, inbox: &Inbox, node: Option<&Arc<dyn Node>>) {
-        let mut packets = inbox.datagrams().filter_map(|(source, segment, datagram)| {
-            self.check_datagram(source, (segment, datagram))
-        });
+        let mut packets = inbox.datagrams().filter_map(|datagram| self.check_datagram(datagram));
         let unwanted = match node {
             Some(node) => Arc::clone(node).receive(&mut packets),
             None => packets.count(),
@@ -405,15 +403,12 @@ impl Endpoint {
     }
 
     /// Counts a datagram, and returns its packet if it is allowed and intact.
-    fn check_datagram<'a>(
-        &self,
-        source: SocketAddr,
-        (segment, datagram): (u16, &'a [u8]),
-    ) -> Option<Arrival<'a>> {
+    fn check_datagram<'a>(&self, datagram: Datagram<'a>) -> Option<Arrival<'a>> {
+        let Datagram { source, ip_fields, segment, bytes } = datagram;
         add(&self.counters.received, 1);
         let ip = source.ip().to_canonical();
         let (Some((covered, check)), true) =
-            (datagram.split_last_chunk::<CHECK>(), self.config.allows(ip))
+            (bytes.split_last_chunk::<CHECK>(), self.config.allows(ip))
         else {
             add(&self.counters.unwanted, 1);
             return None;
@@ -436,7 +431,7 @@ impl Endpoint {
             add(&self.counters.unwanted, 1);
             return None;
         };
-        Some((Gid::from(ip), packet, payload))
+        Some((Origin { gid: Gid::from(ip), ip_fields }, packet, payload))
     }
 }
 

@@ -18,8 +18,9 @@ use libc::{c_int, c_short, c_void, sockaddr_in, sockaddr_in6, sockaddr_storage, 
 
 use super::batch::{Batch, GROUPS};
 use super::control_messages::{
-    ErrorControl, ReceiveControls, SendControls, is_closed_port, segment_size, write_controls,
+    ErrorControl, ReceiveControls, SendControls, is_closed_port, read_controls, write_controls,
 };
+use crate::roce::ip_fields::IpFields;
 
 /// Maximum messages per receive.
 const MESSAGES: usize = 16;
@@ -59,25 +60,35 @@ impl Socket {
             // SoftRoCE sends no UDP checksum.
             socket.set(libc::SOL_UDP, libc::UDP_NO_CHECK6_RX, 1)?;
         }
-        let errors = if local.is_ipv4() {
-            (libc::IPPROTO_IP, libc::IP_RECVERR, 1)
+        let of_ip: &[(c_int, c_int)] = if local.is_ipv4() {
+            &[(libc::IP_RECVERR, 1), (libc::IP_RECVTOS, 1), (libc::IP_RECVTTL, 1)]
         } else {
-            (libc::IPPROTO_IPV6, libc::IPV6_RECVERR, 1)
+            &[
+                (libc::IPV6_RECVERR, 1),
+                (libc::IPV6_RECVTCLASS, 1),
+                (libc::IPV6_RECVHOPLIMIT, 1),
+                (libc::IPV6_FLOWINFO, 1),
+                (libc::IPV6_FLOWINFO_SEND, 1),
+                // Otherwise the kernel makes up a flow label for packets whose path has none.
+                (libc::IPV6_AUTOFLOWLABEL, 0),
+            ]
         };
-        // Optional: they reduce system calls and loss, and report closed ports.
-        for (level, option, value) in [
-            errors,
+        let level = if local.is_ipv4() { libc::IPPROTO_IP } else { libc::IPPROTO_IPV6 };
+        let of_ip = of_ip.iter().map(|&(option, value)| (level, option, value));
+        // Optional: they reduce system calls and loss, report closed ports, and pass the fields of
+        // IP headers.
+        for (level, option, value) in of_ip.chain([
             (libc::SOL_UDP, libc::UDP_GRO, 1),
             (libc::SOL_SOCKET, libc::SO_RCVBUF, RECEIVE_BUFFER),
             (libc::SOL_SOCKET, libc::SO_SNDBUF, RECEIVE_BUFFER),
-        ] {
+        ]) {
             if let Err(error) = socket.set(level, option, value) {
                 rdma_provider::debug!(
                     %local,
                     level,
                     option,
                     %error,
-                    "failed to set socket option; more system calls, losses or time-outs"
+                    "failed to set socket option; more system calls, losses or time-outs, or missing fields"
                 );
             }
         }
@@ -204,8 +215,9 @@ impl Socket {
             let source = unsafe { address_of(name, message.msg_namelen) };
             let whole = message.msg_flags & libc::MSG_TRUNC == 0;
             let source = source.filter(|_| whole && length <= MAX_MESSAGE);
-            let segment = segment_size(message).unwrap_or(length);
-            *arrival = Arrival { source, length, segment: segment.max(1) };
+            let (segment, ip_fields) = read_controls(message);
+            let segment = segment.unwrap_or(length).max(1);
+            *arrival = Arrival { source, ip_fields, length, segment };
         }
         inbox.count = count;
         Ok(())
@@ -278,7 +290,7 @@ impl Socket {
             let message = &mut header.msg_hdr;
             message.msg_iov = vector;
             message.msg_iovlen = 1;
-            message.msg_namelen = write_address(group.to, name);
+            message.msg_namelen = write_address(group.to, group.ip_fields.flow_label, name);
             message.msg_name = name.as_mut_ptr().cast();
             write_controls(group, message, control);
         }
@@ -346,12 +358,23 @@ struct Refusal {
 }
 
 /// A message: datagrams of one sender, the last may be shorter.
-#[derive(Debug, Clone, Copy)]
+#[derive(Debug, Clone, Copy, Default)]
 struct Arrival {
     /// `None` if the message must be ignored.
     source: Option<SocketAddr>,
+    ip_fields: IpFields,
     length: usize,
     segment: usize,
+}
+
+/// A datagram that has arrived.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Datagram<'a> {
+    pub(super) source: SocketAddr,
+    pub(super) ip_fields: IpFields,
+    /// Its index in a message that the kernel has joined.
+    pub(super) segment: u16,
+    pub(super) bytes: &'a [u8],
 }
 
 impl Inbox {
@@ -359,8 +382,8 @@ impl Inbox {
         Self {
             bytes: vec![0; MAX_MESSAGE * MESSAGES].into_boxed_slice(),
             names: Box::new([const { MaybeUninit::zeroed() }; MESSAGES]),
-            controls: [[0; 4]; MESSAGES],
-            arrivals: [Arrival { source: None, length: 0, segment: 1 }; MESSAGES],
+            controls: [ReceiveControls::default(); MESSAGES],
+            arrivals: [Arrival::default(); MESSAGES],
             count: 0,
             refusals: Vec::new(),
         }
@@ -381,15 +404,20 @@ impl Inbox {
         self.count == 0
     }
 
-    /// Returns each datagram with its source and its index in the message.
-    pub(super) fn datagrams(&self) -> impl Iterator<Item = (SocketAddr, u16, &[u8])> {
+    pub(super) fn datagrams(&self) -> impl Iterator<Item = Datagram<'_>> {
         let buffers = self.bytes.chunks_exact(MAX_MESSAGE);
         let messages = self.arrivals[..self.count].iter().zip(buffers);
         let known =
             messages.filter_map(|(arrival, buffer)| Some((arrival.source?, arrival, buffer)));
         known.flat_map(|(source, arrival, buffer)| {
             let datagrams = buffer[..arrival.length].chunks(arrival.segment);
-            datagrams.zip(0..).map(move |(datagram, index)| (source, index, datagram))
+            let ip_fields = arrival.ip_fields;
+            datagrams.zip(0..).map(move |(bytes, segment)| Datagram {
+                source,
+                ip_fields,
+                segment,
+                bytes,
+            })
         })
     }
 }
@@ -430,10 +458,14 @@ unsafe fn address_of(
 }
 
 /// Writes an address and returns its length.
-fn write_address(address: SocketAddr, name: &mut MaybeUninit<sockaddr_storage>) -> socklen_t {
+fn write_address(
+    address: SocketAddr,
+    flow_label: u32,
+    name: &mut MaybeUninit<sockaddr_storage>,
+) -> socklen_t {
     match address {
         SocketAddr::V4(v4) => write_v4(v4, name),
-        SocketAddr::V6(v6) => write_v6(v6, name),
+        SocketAddr::V6(v6) => write_v6(v6, flow_label, name),
     }
 }
 
@@ -449,11 +481,15 @@ fn write_v4(address: SocketAddrV4, name: &mut MaybeUninit<sockaddr_storage>) -> 
     mem::size_of::<sockaddr_in>() as socklen_t
 }
 
-fn write_v6(address: SocketAddrV6, name: &mut MaybeUninit<sockaddr_storage>) -> socklen_t {
+fn write_v6(
+    address: SocketAddrV6,
+    flow_label: u32,
+    name: &mut MaybeUninit<sockaddr_storage>,
+) -> socklen_t {
     let v6 = sockaddr_in6 {
         sin6_family: libc::AF_INET6 as libc::sa_family_t,
         sin6_port: address.port().to_be(),
-        sin6_flowinfo: 0,
+        sin6_flowinfo: flow_label.to_be(),
         sin6_addr: libc::in6_addr { s6_addr: address.ip().octets() },
         sin6_scope_id: address.scope_id(),
     };
@@ -468,11 +504,14 @@ mod tests {
 
     use super::*;
     use crate::roce::icrc::Header;
-    use crate::roce::ip_fields::IpFields;
 
     fn pair(ip: IpAddr) -> (Socket, Socket) {
         let bind = || Socket::bind(SocketAddr::new(ip, 0)).unwrap();
         (bind(), bind())
+    }
+
+    fn plain(to: SocketAddr) -> (SocketAddr, IpFields) {
+        (to, IpFields::default())
     }
 
     fn exchange(ip: IpAddr, lengths: &[usize]) {
@@ -486,17 +525,18 @@ mod tests {
         let mut batch = Batch::new();
         for (at, &length) in lengths.iter().enumerate() {
             assert!(batch.has_capacity());
-            let to = (to.local(), IpFields::default());
-            batch.push(&header, to, true, |out| out.extend(std::iter::repeat_n(at as u8, length)));
+            batch.push(&header, plain(to.local()), true, |out| {
+                out.extend(std::iter::repeat_n(at as u8, length))
+            });
         }
         from.send(&batch).unwrap();
         let mut inbox = Inbox::new();
         let mut received = 0;
         while received < lengths.len() {
             to.receive(&mut inbox, true).unwrap();
-            for (source, segment, datagram) in inbox.datagrams() {
+            for Datagram { source, segment, bytes, .. } in inbox.datagrams() {
                 assert_eq!(source, from.local());
-                let (covered, check) = datagram.split_last_chunk::<4>().unwrap();
+                let (covered, check) = bytes.split_last_chunk::<4>().unwrap();
                 assert_eq!(covered, vec![received as u8; lengths[received]]);
                 assert!(
                     header.verify(covered, u32::from_le_bytes(*check), segment),
@@ -517,67 +557,24 @@ mod tests {
         }
     }
 
-    /// Receives a datagram, and returns its traffic class and hop limit.
-    fn receive_ip_fields(socket: &Socket) -> IpFields {
-        let (mut bytes, mut controls) = ([0_u8; 64 << 10], [0_u64; 16]);
-        let mut vector = libc::iovec { iov_base: bytes.as_mut_ptr().cast(), iov_len: bytes.len() };
-        socket.poll(-1).unwrap();
-        // SAFETY: S4: all-zero is an empty header. It names memory of the arrays above with its
-        // length; both outlive the call. The macros stay within the control messages written.
-        unsafe {
-            let mut message: libc::msghdr = mem::zeroed();
-            (message.msg_iov, message.msg_iovlen) = (&raw mut vector, 1);
-            message.msg_control = controls.as_mut_ptr().cast();
-            message.msg_controllen = mem::size_of_val(&controls) as _;
-            assert!(libc::recvmsg(socket.udp.as_raw_fd(), &raw mut message, 0) > 0);
-            let (mut class, mut hops) = (None, None);
-            let mut header = libc::CMSG_FIRSTHDR(&raw const message);
-            while !header.is_null() {
-                let data = libc::CMSG_DATA(header);
-                match ((*header).cmsg_level, (*header).cmsg_type) {
-                    (libc::IPPROTO_IP, libc::IP_TOS) => class = Some(*data),
-                    (libc::IPPROTO_IPV6, libc::IPV6_TCLASS) => {
-                        class = Some(data.cast::<c_int>().read_unaligned() as u8);
-                    }
-                    (libc::IPPROTO_IP, libc::IP_TTL)
-                    | (libc::IPPROTO_IPV6, libc::IPV6_HOPLIMIT) => {
-                        hops = Some(data.cast::<c_int>().read_unaligned() as u8);
-                    }
-                    _ => {}
-                }
-                header = libc::CMSG_NXTHDR(&raw const message, header);
-            }
-            IpFields { traffic_class: class.unwrap(), hop_limit: hops.unwrap() }
-        }
-    }
-
     #[test]
-    fn packets_carry_the_traffic_class_and_hop_limit_of_their_path() {
+    fn packets_carry_the_ip_fields_of_their_path() {
         for ip in [IpAddr::V4(Ipv4Addr::LOCALHOST), IpAddr::V6(Ipv6Addr::LOCALHOST)] {
             let (from, to) = pair(ip);
-            let options = if ip.is_ipv4() {
-                [(libc::IPPROTO_IP, libc::IP_RECVTOS), (libc::IPPROTO_IP, libc::IP_RECVTTL)]
-            } else {
-                [
-                    (libc::IPPROTO_IPV6, libc::IPV6_RECVTCLASS),
-                    (libc::IPPROTO_IPV6, libc::IPV6_RECVHOPLIMIT),
-                ]
-            };
-            for (level, option) in options {
-                to.set(level, option, 1).unwrap();
-            }
             let header = Header {
                 source: ip,
                 source_port: from.local().port(),
                 destination: ip,
                 destination_port: to.local().port(),
             };
-            let plain = IpFields::default();
+            let default = IpFields::default();
+            let flow_label = if ip.is_ipv4() { 0 } else { 0xf_a3b7 };
             let cases = [
-                plain,
-                IpFields { traffic_class: 104, ..plain },
-                IpFields { traffic_class: 184, hop_limit: 8 },
-                IpFields { hop_limit: 255, ..plain },
+                default,
+                IpFields { traffic_class: 105, ..default },
+                IpFields { traffic_class: 184, hop_limit: 8, flow_label },
+                IpFields { hop_limit: 255, ..default },
+                IpFields { flow_label, ..default },
             ];
             for ip_fields in cases {
                 // Alone, and with a segment size.
@@ -588,9 +585,13 @@ mod tests {
                         batch.push(&header, path, true, |out| out.extend_from_slice(&[7; 12]));
                     }
                     from.send(&batch).unwrap();
-                    assert_eq!(receive_ip_fields(&to), ip_fields);
-                    while to.is_readable() {
-                        to.receive(&mut Inbox::new(), false).unwrap();
+                    let (mut inbox, mut arrived) = (Inbox::new(), 0);
+                    while arrived < count {
+                        to.receive(&mut inbox, true).unwrap();
+                        for datagram in inbox.datagrams() {
+                            assert_eq!(datagram.ip_fields, ip_fields);
+                            arrived += 1;
+                        }
                     }
                 }
             }
@@ -605,7 +606,7 @@ mod tests {
             let closed = SocketAddr::new(ip, 1);
             let send = |to, fill: u8| {
                 let mut batch = Batch::new();
-                batch.push_sealed(&[fill; 300], to);
+                batch.push_sealed(&[fill; 300], plain(to));
                 from.send(&batch).unwrap();
             };
             let mut inbox = Inbox::new();
@@ -626,7 +627,7 @@ mod tests {
                     let mut arrived = Vec::new();
                     while arrived.is_empty() {
                         socket.receive(&mut inbox, true).unwrap();
-                        arrived.extend(inbox.datagrams().map(|(_, _, bytes)| bytes.to_vec()));
+                        arrived.extend(inbox.datagrams().map(|datagram| datagram.bytes.to_vec()));
                     }
                     assert_eq!(arrived, [[round; 300]]);
                 }
@@ -645,7 +646,7 @@ mod tests {
             let closed = SocketAddr::new(ip, 1);
             let send = |to: &[SocketAddr]| {
                 let mut batch = Batch::new();
-                to.iter().for_each(|&to| batch.push_sealed(&[7; 300], to));
+                to.iter().for_each(|&to| batch.push_sealed(&[7; 300], plain(to)));
                 from.send(&batch).unwrap();
             };
             // The error is pending when the first or the second packet is sent.
@@ -673,7 +674,7 @@ mod tests {
         // As many as the receive buffer holds, which may be fewer.
         for _ in 0..2 * ERRORS * ATTEMPTS {
             let mut batch = Batch::new();
-            batch.push_sealed(&[7; 20], closed);
+            batch.push_sealed(&[7; 20], plain(closed));
             from.send(&batch).unwrap();
         }
         while from.is_readable() {
@@ -686,7 +687,7 @@ mod tests {
         let (from, to) = pair(IpAddr::V4(Ipv4Addr::LOCALHOST));
         let send = |from: &Socket, to| {
             let mut batch = Batch::new();
-            batch.push_sealed(&[7; 300], to);
+            batch.push_sealed(&[7; 300], plain(to));
             from.send(&batch).unwrap();
         };
         from.limit_receive_buffer(4096).unwrap();
@@ -705,14 +706,14 @@ mod tests {
         let refused = SocketAddr::new(IpAddr::V6(Ipv6Addr::LOCALHOST), 1);
         let mut batch = Batch::new();
         for (fill, to) in [refused, to.local(), refused, refused, to.local()].iter().enumerate() {
-            batch.push_sealed(&[fill as u8; 100], *to);
+            batch.push_sealed(&[fill as u8; 100], plain(*to));
         }
         let (lost, error) = from.send(&batch).unwrap_err();
         assert_eq!((lost, error.raw_os_error()), (3, Some(libc::EAFNOSUPPORT)));
         let (mut inbox, mut arrived) = (Inbox::new(), Vec::new());
         while arrived.len() < 2 {
             to.receive(&mut inbox, true).unwrap();
-            arrived.extend(inbox.datagrams().map(|(_, _, datagram)| datagram[0]));
+            arrived.extend(inbox.datagrams().map(|datagram| datagram.bytes[0]));
         }
         assert_eq!(arrived, [1, 4]);
     }

@@ -5,6 +5,7 @@ use std::net::SocketAddr;
 use std::os::fd::BorrowedFd;
 
 use super::batch::Batch;
+use crate::roce::ip_fields::IpFields;
 
 /// An uninhabited type.
 #[derive(Debug)]
@@ -49,6 +50,13 @@ impl Socket {
     }
 }
 
+pub(super) struct Datagram<'a> {
+    pub(super) source: SocketAddr,
+    pub(super) ip_fields: IpFields,
+    pub(super) segment: u16,
+    pub(super) bytes: &'a [u8],
+}
+
 pub(super) struct Inbox;
 
 impl Inbox {
@@ -68,7 +76,7 @@ impl Inbox {
         std::iter::empty()
     }
 
-    pub(super) fn datagrams(&self) -> impl Iterator<Item = (SocketAddr, &[u8])> {
+    pub(super) fn datagrams(&self) -> impl Iterator<Item = Datagram<'_>> {
         std::iter::empty()
     }
 }

@@ -24,6 +24,7 @@ use rdma_provider::types::{
 use crate::memory::dma::{Gather, Payload};
 use crate::memory::keys::Keys;
 use crate::ring::Ring;
+use crate::roce::ip_fields::Origin;
 use crate::roce::packet::{Aeth, Body, Nak, Packet, Part, Reth, Syndrome};
 use crate::roce::partition::may_communicate;
 
@@ -271,7 +272,7 @@ impl Responder {
     pub(crate) fn on_request(
         &mut self,
         packet: &Packet,
-        source: Gid,
+        origin: Origin,
         payload: &Payload<'_, '_>,
         keys: &Keys,
         out: &mut impl Receiver,
@@ -286,7 +287,7 @@ impl Responder {
             return;
         }
         if self.config.transport != Transport::Ud {
-            if source != self.config.peer_gid {
+            if origin.gid != self.config.peer_gid {
                 self.counters.dropped += 1;
                 return;
             }
@@ -300,7 +301,7 @@ impl Responder {
             // A DC initiator gets no requests.
             Transport::Dci => self.counters.dropped += 1,
             Transport::Uc => self.on_unreliable(packet, payload, keys, out),
-            Transport::Ud => self.on_datagram(packet, source, payload, keys, out),
+            Transport::Ud => self.on_datagram(packet, origin, payload, keys, out),
         }
     }
 

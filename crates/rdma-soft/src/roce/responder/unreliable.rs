@@ -6,6 +6,7 @@ use rdma_provider::types::{Gid, WcFlags, WcOpcode, WcStatus, WorkCompletion};
 
 use crate::memory::dma::Payload;
 use crate::memory::keys::Keys;
+use crate::roce::ip_fields::{IpFields, Origin};
 use crate::roce::packet::{Body, Packet};
 
 use super::{Piece, Receiver, Responder};
@@ -76,7 +77,7 @@ impl Responder {
     pub(super) fn on_datagram(
         &mut self,
         packet: &Packet,
-        source: Gid,
+        origin: Origin,
         payload: &Payload<'_, '_>,
         keys: &Keys,
         out: &mut impl Receiver,
@@ -97,7 +98,7 @@ impl Responder {
             self.fail_receive(WcStatus::LOC_LEN_ERR, out);
             return;
         }
-        let header = routing_header(source, self.config.gid, len);
+        let header = routing_header(origin, self.config.gid, len);
         self.received = 0;
         let filled = self
             .fill_receive(&Payload::Bytes(&header), keys)
@@ -120,20 +121,22 @@ impl Responder {
 }
 
 /// Returns the IPv6 header, or 20 zero bytes and the IPv4 header (IBTA A17.4.5).
-pub(super) fn routing_header(source: Gid, destination: Gid, payload: usize) -> [u8; GRH] {
+pub(super) fn routing_header(origin: Origin, destination: Gid, payload: usize) -> [u8; GRH] {
     // BTH 12, DETH 8, ICRC 4, UDP 8.
     const OVERHEAD: usize = 32;
     const UDP: u8 = 17;
-    const HOPS: u8 = 64;
+    let Origin { gid: source, ip_fields } = origin;
+    let IpFields { traffic_class, hop_limit, flow_label } = ip_fields;
     let mut header = [0; GRH];
     match (source.to_ip(), destination.to_ip()) {
         (IpAddr::V4(from), IpAddr::V4(to)) => {
             let ip = &mut header[20..];
             ip[0] = 0x45;
+            ip[1] = traffic_class;
             ip[2..4].copy_from_slice(&((payload + OVERHEAD + 20) as u16).to_be_bytes());
             // Do not fragment.
             ip[6] = 0x40;
-            ip[8] = HOPS;
+            ip[8] = hop_limit;
             ip[9] = UDP;
             ip[12..16].copy_from_slice(&from.octets());
             ip[16..20].copy_from_slice(&to.octets());
@@ -146,10 +149,11 @@ pub(super) fn routing_header(source: Gid, destination: Gid, payload: usize) -> [
             ip[10..12].copy_from_slice(&checksum.to_be_bytes());
         }
         _ => {
-            header[0] = 0x60;
+            let first = 6 << 28 | u32::from(traffic_class) << 20 | flow_label;
+            header[..4].copy_from_slice(&first.to_be_bytes());
             header[4..6].copy_from_slice(&((payload + OVERHEAD) as u16).to_be_bytes());
             header[6] = UDP;
-            header[7] = HOPS;
+            header[7] = hop_limit;
             header[8..24].copy_from_slice(&source.0);
             header[24..40].copy_from_slice(&destination.0);
         }
@@ -165,6 +169,11 @@ mod tests {
         Gid::from(ip.parse::<IpAddr>().unwrap())
     }
 
+    fn origin(ip: &str, traffic_class: u8, hop_limit: u8, flow_label: u32) -> Origin {
+        let ip_fields = IpFields { traffic_class, hop_limit, flow_label };
+        Origin { gid: gid(ip), ip_fields }
+    }
+
     #[test]
     fn routing_header_of_ipv4_has_its_length_and_checksum_behind_20_zero_bytes() {
         // Sums without carry, with one, and with a second one caused by the first.
@@ -173,10 +182,10 @@ mod tests {
             ("192.168.255.254", "172.31.255.255", 1024),
             ("255.255.255.255", "58.188.255.255", 0),
         ] {
-            let header = routing_header(gid(from), gid(to), payload);
+            let header = routing_header(origin(from, 104, 9, 0), gid(to), payload);
             assert_eq!(header[..20], [0; 20]);
             let length = (payload as u16 + 52).to_be_bytes();
-            assert_eq!(header[20..30], [0x45, 0, length[0], length[1], 0, 0, 0x40, 0, 64, 17]);
+            assert_eq!(header[20..30], [0x45, 104, length[0], length[1], 0, 0, 0x40, 0, 9, 17]);
             let address = |at: usize| {
                 std::net::Ipv4Addr::from(*header[at..].first_chunk::<4>().unwrap()).to_string()
             };
@@ -190,9 +199,9 @@ mod tests {
 
     #[test]
     fn routing_header_of_ipv6_has_its_length_and_addresses() {
-        let (from, to) = (gid("fe80::1"), gid("2001:db8::2"));
+        let (from, to) = (origin("fe80::1", 104, 8, 0x12345), gid("2001:db8::2"));
         let header = routing_header(from, to, 300);
-        assert_eq!(header[..8], [0x60, 0, 0, 0, 1, 76, 17, 64]);
-        assert_eq!((&header[8..24], &header[24..]), (&from.0[..], &to.0[..]));
+        assert_eq!(header[..8], [0x66, 0x81, 0x23, 0x45, 1, 76, 17, 8]);
+        assert_eq!((&header[8..24], &header[24..]), (&from.gid.0[..], &to.0[..]));
     }
 }
