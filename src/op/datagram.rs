@@ -31,7 +31,7 @@ pub struct DatagramSender {
     pub lid: u16,
     /// Address to which the datagram was sent, perhaps that of a multicast group.
     pub destination: Option<Gid>,
-    /// Traffic class of the datagram: DSCP and ECN bits. Always 0 on the software device.
+    /// Traffic class of the datagram: DSCP and ECN bits.
     pub traffic_class: u8,
     /// Flow label of the datagram, 20 bits; 0 for IPv4.
     pub flow_label: u32,
@@ -57,9 +57,9 @@ impl DatagramSender {
     }
 
     /// Returns the route for an answer, `ibv_create_ah_from_wc(3)`: in the traffic class of the
-    /// datagram, with hop limit 64, from the address to which it was sent. If no active port has
-    /// that address, as of a multicast group, it is from the best port and address for the sender;
-    /// without a routing header, from the default port.
+    /// datagram without a mark of congestion (RFC 3168), with hop limit 64, from the address to
+    /// which it was sent. If no active port has that address, as of a multicast group, it is from
+    /// the best port and address for the sender; without a routing header, from the default port.
     ///
     /// Creating one is a system call on most devices; keep it for further datagrams to this sender.
     ///
@@ -77,7 +77,7 @@ impl DatagramSender {
         Ok(pd.address_handle(&AddressVector {
             dlid: self.lid,
             service_level: self.service_level,
-            traffic_class: self.traffic_class,
+            traffic_class: unmarked(self.traffic_class),
             flow_label: self.flow_label,
             ..AddressVector::new(port.port, entry.index, gid)
         })?)
@@ -96,6 +96,12 @@ impl DatagramSender {
         }
         Ok(None)
     }
+}
+
+/// Returns the traffic class that a datagram had before a switch marked it: CE becomes ECT(0).
+const fn unmarked(traffic_class: u8) -> u8 {
+    const CE: u8 = 3;
+    if traffic_class & CE == CE { traffic_class & !1 } else { traffic_class }
 }
 
 /// Returns true if the header is one of IPv4.

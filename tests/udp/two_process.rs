@@ -29,8 +29,8 @@ use tokio_rdma::types::{
     AckTimeout, AddressVector, Gid, Mtu, PortNum, Qkey, QpState, RnrTimer, Transport, WcStatus,
 };
 use tokio_rdma::{
-    Access, BufMut, CompletionMode, CompletionQueue, Device, ExposedRegion, Imm, OpErrorKind, Pool,
-    ProtectionDomain, QueuePair, QueuePairEndpoint, RemoteRegion,
+    Access, BufMut, CompletionMode, CompletionQueue, Device, ExposedRegion, Imm, OpErrorKind,
+    PathConfig, Pool, ProtectionDomain, QueuePair, QueuePairEndpoint, RemoteRegion,
 };
 
 const QKEY: Qkey = Qkey(0x1111_2222);
@@ -117,7 +117,10 @@ impl End {
         let queue = CompletionQueue::new(device, CompletionMode::Event).unwrap();
         let builder = QueuePair::builder(&pd, &queue).transport(transport);
         let builder = if let Some(peer) = meeting.1 { builder.peer(peer) } else { builder };
-        let builder = if transport == Transport::Ud { builder.qkey(QKEY) } else { builder };
+        // scripts/wire-interop finds these fields in the packets, those of datagrams too.
+        let path = PathConfig::default().dscp(26).hop_limit(9).flow_label(0xa3b7);
+        let builder =
+            if transport == Transport::Ud { builder.qkey(QKEY) } else { builder.path(path) };
         let qp = builder.build().unwrap();
         let pool =
             Pool::builder(&pd).buffer_size(LARGEST).buffers(4).growing(true).build().unwrap();
@@ -239,8 +242,15 @@ fn status(kind: OpErrorKind) -> Option<WcStatus> {
 
 async fn datagrams(end: &End, meeting: &mut Meeting, role: Role) {
     let index = end.pd.device().default_path().unwrap().1.index;
-    let route =
-        end.pd.address_handle(&AddressVector::new(PortNum(1), index, end.peer.gid)).unwrap();
+    let route = end
+        .pd
+        .address_handle(&AddressVector {
+            traffic_class: 104,
+            hop_limit: 9,
+            flow_label: 0xa3b7,
+            ..AddressVector::new(PortNum(1), index, end.peer.gid)
+        })
+        .unwrap();
     for active in [role == Role::Client, role == Role::Server] {
         for len in LENGTHS.into_iter().filter(|&len| len <= 4096) {
             let bytes = pattern(len, 9);

@@ -88,7 +88,7 @@ impl Socket {
                     level,
                     option,
                     %error,
-                    "failed to set socket option; more system calls, losses or time-outs, or missing fields"
+                    "failed to set socket option; more system calls, losses or time-outs"
                 );
             }
         }
