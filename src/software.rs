@@ -54,8 +54,8 @@ use tokio::task::yield_now;
 use crate::clock;
 pub use crate::error::UdpError;
 pub use rdma_soft::{
-    CqCounters, DeviceControl, Faults, LinkControl, LinkCounters, Network, ReceiveCounters,
-    SendCounters, TargetCounters, UdpConfig,
+    Bottleneck, CqCounters, DeviceControl, Faults, LinkControl, LinkCounters, Network,
+    ReceiveCounters, SendCounters, TargetCounters, UdpConfig,
 };
 
 /// Rounds of the runtime without progress, before the time advances. A completion takes two to

@@ -87,7 +87,8 @@ pub use dc::TargetCounters;
 pub use device::{Channel, CqCounters, DeviceControl};
 pub use error::OpenError;
 pub use net::{
-    Alarm, Faults, LinkControl, LinkCounters, Network, UdpConfig, UdpError, interface_at,
+    Alarm, Bottleneck, Faults, LinkControl, LinkCounters, Network, UdpConfig, UdpError,
+    interface_at,
 };
 pub use roce::{ReceiveCounters, SendCounters};
 pub use verbs::{Ah, Context, Cq, Dct, Mr, Mw, Pd, Qp, Srq};

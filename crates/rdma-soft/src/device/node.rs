@@ -78,7 +78,10 @@ impl DeviceInner {
         if packet.dest != MANAGEMENT {
             // DC initiators receive only from their targets.
             let taken = self.queue_pair(packet.dest).filter(|qp| qp.transport() != Transport::Dci);
-            let Some(qp) = taken else { return agent::answer_early(self, source, packet) };
+            let Some(qp) = taken else {
+                return packet.body != Body::Congestion
+                    && agent::answer_early(self, source, packet);
+            };
             let half = qp.on_packet(packet, origin, payload);
             answer.defer(qp, half);
         } else if self.pkeys.find(packet.pkey).is_none() {

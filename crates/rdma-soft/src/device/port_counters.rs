@@ -5,7 +5,7 @@ use std::array;
 use crate::roce::{requester::SendCounters, responder::ReceiveCounters};
 
 /// Named as SoftRoCE names them. Those that it lacks have the names of ConnectX, or their own.
-const NAMES: [&str; 10] = [
+const NAMES: [&str; 13] = [
     "sent_pkts",
     "rcvd_pkts",
     "duplicate_request",
@@ -16,6 +16,9 @@ const NAMES: [&str; 10] = [
     "local_ack_timeout_err",
     "retransmitted_pkts",
     "dropped_requests",
+    "np_ecn_marked_roce_packets",
+    "np_cnp_sent",
+    "rp_cnp_handled",
 ];
 
 #[derive(Debug, Clone, Copy, Default)]
@@ -35,6 +38,9 @@ impl PortCounters {
             sent.timeouts,
             sent.retransmitted,
             received.dropped,
+            received.marked,
+            received.congestion_notifications,
+            sent.congestion_notifications,
         ];
         self.0 = array::from_fn(|at| self.0[at] + added[at]);
     }

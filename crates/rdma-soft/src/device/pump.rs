@@ -10,7 +10,7 @@ use std::sync::Arc;
 
 use rdma_provider::locks::MutexGuard;
 
-use rdma_provider::types::{Access, Data, Psn, SendWr, Transport};
+use rdma_provider::types::{Access, Data, Gid, Psn, SendWr, Transport};
 
 use super::DeviceInner;
 use super::deferred::Deferred;
@@ -25,6 +25,9 @@ use crate::roce::packet::Packet;
 use crate::roce::partition::{are_full_members, may_communicate};
 use crate::roce::requester::{Destination, DirectMessage, Outgoing, Requester, Source};
 use crate::roce::responder::Responder;
+
+/// Minimum nanoseconds between congestion notifications of a queue pair, as of adapters.
+const NOTIFICATION_INTERVAL: u64 = 50_000;
 
 /// The rest of a slice.
 ///
@@ -479,11 +482,19 @@ impl QpInner {
     ) -> Half {
         let deferred = Deferred::new();
         let mut early = false;
+        let marked = origin.ip_fields.is_marked();
+        if marked {
+            self.notify_of_congestion(origin.gid);
+        }
         let payload = Payload::Bytes(payload);
         let keys = &self.device.keys;
         let half = if packet.body.is_response() {
             let mut sender = self.sender.lock();
             if origin.gid == sender.peer_at.gid {
+                // What a READ returns is its requester's traffic.
+                if marked {
+                    sender.machine.on_congestion();
+                }
                 sender.machine.on_response(
                     packet,
                     &payload,
@@ -518,6 +529,29 @@ impl QpInner {
             agent::answer_early(&self.device, origin.gid, packet);
         }
         half
+    }
+
+    /// Sends a congestion notification packet to the connected peer, a packet of which was marked.
+    #[cold]
+    fn notify_of_congestion(&self, source: Gid) {
+        let now = self.device.network.scheduler.now();
+        let mut receiver = self.receiver.lock();
+        receiver.machine.counters.marked += 1;
+        let config = &receiver.machine.config;
+        let connected = matches!(self.transport(), Transport::Rc | Transport::Uc)
+            && config.peer_gid == source
+            && !self.is_destroyed();
+        if !connected || now < receiver.notify_after {
+            return;
+        }
+        let packet = Packet::congestion_notification(config.pkey, config.peer);
+        receiver.notify_after = now + NOTIFICATION_INTERVAL;
+        receiver.machine.counters.congestion_notifications += 1;
+        let ip_fields = receiver.ip_fields.not_markable();
+        drop(receiver);
+        let mut outbox = Outbox::new(&self.device);
+        outbox.set_ip_fields(ip_fields);
+        outbox.push(&packet, source, &Payload::Bytes(&[]));
     }
 
     /// Sends packets or replies of a half, after received packets or an admission to the window.

@@ -97,6 +97,8 @@ pub(crate) struct ReceiverHalf {
     /// send before this queue pair is ready.
     pub(crate) unconfirmed: Option<u32>,
     pub(crate) ip_fields: IpFields,
+    /// No congestion notification is sent before.
+    pub(crate) notify_after: u64,
 }
 
 pub(crate) struct SendSide<'a> {

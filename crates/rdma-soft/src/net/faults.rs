@@ -6,6 +6,8 @@ use std::time::Duration;
 
 use rdma_provider::types::Gid;
 
+use crate::roce::ip_fields::IpFields;
+
 /// The fault model of a network: probabilities of loss, duplication, reordering and corruption, and
 /// the delay of packets.
 ///
@@ -34,6 +36,8 @@ pub struct Faults {
     pub corrupt: f64,
     /// Range of packet delays. Only `reorder` changes the order.
     pub delay: Range<Duration>,
+    /// The queue of a switch in front of each device; `None` for links without limit.
+    pub bottleneck: Option<Bottleneck>,
 }
 
 impl Default for Faults {
@@ -44,6 +48,7 @@ impl Default for Faults {
             reorder: 0.0,
             corrupt: 0.0,
             delay: Duration::ZERO..Duration::ZERO,
+            bottleneck: None,
         }
     }
 }
@@ -89,6 +94,30 @@ impl Faults {
         self.delay = delay;
         self
     }
+
+    /// Puts the queue of a switch in front of each device.
+    #[must_use]
+    pub const fn bottleneck(mut self, bottleneck: Bottleneck) -> Self {
+        self.bottleneck = Some(bottleneck);
+        self
+    }
+}
+
+/// The queue of a switch, from which a device gets packets of all senders, one after the other.
+///
+/// A packet counts with its transport headers and its payload.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Bottleneck {
+    /// Bytes per second of the link from the switch to the device; 0 counts as 1.
+    pub rate: u64,
+    /// Bytes that may wait, at least a packet. A packet that would exceed this is lost.
+    pub buffer: u64,
+    /// Bytes above which the switch marks packets that it may mark (RFC 3168): those of a path with
+    /// one of the two lowest bits of the traffic class. `None` for a switch that marks none.
+    ///
+    /// The receiving device answers marked packets of RC and UC with congestion notifications, upon
+    /// which an RC requester sends less at once.
+    pub mark_above: Option<u64>,
 }
 
 /// Packet counters of a network with faults or over UDP.
@@ -105,6 +134,8 @@ pub struct LinkCounters {
     pub reordered: u64,
     /// Packets with a flipped bit.
     pub corrupted: u64,
+    /// Packets marked by a [`Bottleneck`].
+    pub marked: u64,
     /// Packets with a wrong ICRC.
     pub rejected: u64,
     /// Datagrams received by UDP.
@@ -120,6 +151,8 @@ pub(crate) struct Link {
     random: fastrand::Rng,
     /// Latest arrival per direction, which keeps packets in order.
     newest: HashMap<(Gid, Gid), u64>,
+    /// Times at which the queues in front of devices will be empty.
+    empty_at: HashMap<Gid, u64>,
     /// Faults of single directions, once a control has named them.
     one_way: HashMap<(Gid, Gid), OneWay>,
 }
@@ -143,6 +176,7 @@ impl Link {
             counters: LinkCounters::default(),
             random: fastrand::Rng::with_seed(seed),
             newest: HashMap::new(),
+            empty_at: HashMap::new(),
             one_way: HashMap::new(),
         }
     }
@@ -151,13 +185,13 @@ impl Link {
         self.one_way.entry(route).or_default()
     }
 
-    /// Applies the model to a packet. May damage `image`, but only if `passes`, the receiver's
-    /// check, finds that.
+    /// Applies the model to a packet. May mark it, and may damage `image`, but only if `passes`,
+    /// the receiver's check, finds that.
     pub(crate) fn send(
         &mut self,
         now: u64,
         route: (Gid, Gid),
-        image: &mut [u8],
+        (image, ip_fields): (&mut [u8], &mut IpFields),
         passes: impl Fn(&[u8]) -> bool,
     ) -> Arrivals {
         self.counters.sent += 1;
@@ -178,12 +212,39 @@ impl Link {
                 image[bit / 8] ^= 1 << (bit % 8);
             }
         }
+        let Some(now) = self.queue(now, route.1, image.len() as u64, ip_fields) else {
+            self.counters.lost += 1;
+            return [None, None];
+        };
         let first = self.arrival(now, route);
         let second = self.happens(self.faults.duplicate).then(|| {
             self.counters.duplicated += 1;
             self.arrival(now, route)
         });
         [Some(first), second]
+    }
+
+    /// Puts a packet into the queue in front of a device. Returns when it leaves, or `None` if it
+    /// does not fit.
+    fn queue(&mut self, now: u64, to: Gid, length: u64, ip_fields: &mut IpFields) -> Option<u64> {
+        let Some(Bottleneck { rate, buffer, mark_above }) = self.faults.bottleneck else {
+            return Some(now);
+        };
+        let time_of = |bytes: u64| {
+            let time = u128::from(bytes) * 1_000_000_000 / u128::from(rate.max(1));
+            u64::try_from(time).unwrap_or(u64::MAX)
+        };
+        let empty_at = self.empty_at.entry(to).or_insert(0);
+        let wait = empty_at.saturating_sub(now);
+        if wait.saturating_add(time_of(length)) > time_of(buffer) {
+            return None;
+        }
+        if mark_above.is_some_and(|bytes| wait > time_of(bytes)) && ip_fields.is_markable() {
+            *ip_fields = ip_fields.marked();
+            self.counters.marked += 1;
+        }
+        *empty_at = now.saturating_add(wait).saturating_add(time_of(length));
+        Some(*empty_at)
     }
 
     fn arrival(&mut self, now: u64, route: (Gid, Gid)) -> u64 {
@@ -224,7 +285,8 @@ mod tests {
         // A check of the last byte only.
         for _ in 0..100 {
             let mut image = [0; 16];
-            link.send(0, route, &mut image, |image| image[15] == 0);
+            let ip_fields = &mut IpFields::default();
+            link.send(0, route, (&mut image, ip_fields), |image| image[15] == 0);
             let damaged: Vec<_> = (0..16).filter(|&at| image[at] != 0).collect();
             assert_eq!((damaged, image[15].count_ones()), (vec![15], 1));
         }

@@ -9,7 +9,7 @@ pub(crate) mod ports;
 pub(crate) mod scheduler;
 pub(crate) mod udp;
 
-pub use self::faults::{Faults, LinkCounters};
+pub use self::faults::{Bottleneck, Faults, LinkCounters};
 pub use self::links::LinkControl;
 pub use self::network::{Alarm, Network};
 pub use self::udp::interface::interface_at;

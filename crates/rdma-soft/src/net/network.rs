@@ -409,7 +409,7 @@ impl NetworkInner {
     pub(crate) fn transmit(
         self: &Arc<Self>,
         route: (Gid, Gid),
-        ip_fields: IpFields,
+        mut ip_fields: IpFields,
         mut image: Vec<u8>,
     ) {
         let endpoint = self.endpoints.get(&route.0);
@@ -422,7 +422,8 @@ impl NetworkInner {
             None => packet::unseal(image).is_ok(),
         };
         let now = self.scheduler.now();
-        let [first, second] = self.link.lock().send(now, route, &mut image, passes);
+        let packet = (&mut image[..], &mut ip_fields);
+        let [first, second] = self.link.lock().send(now, route, packet, passes);
         let deliver = |at, image| {
             let delivery = Delivery { network: Arc::downgrade(self), route, ip_fields, image };
             self.scheduler.schedule(at, Job::Deliver(Box::new(|| delivery.run())));

@@ -24,6 +24,27 @@ impl Default for IpFields {
 }
 
 impl IpFields {
+    /// The value of both ECN bits by which a switch reports congestion (RFC 3168).
+    const CE: u8 = 3;
+
+    /// Returns whether a switch may mark the packet.
+    pub(crate) const fn is_markable(self) -> bool {
+        self.traffic_class & Self::CE != 0
+    }
+
+    pub(crate) const fn is_marked(self) -> bool {
+        self.traffic_class & Self::CE == Self::CE
+    }
+
+    pub(crate) const fn marked(self) -> Self {
+        Self { traffic_class: self.traffic_class | Self::CE, ..self }
+    }
+
+    /// Returns the fields of packets that switches do not mark.
+    pub(crate) const fn not_markable(self) -> Self {
+        Self { traffic_class: self.traffic_class & !Self::CE, ..self }
+    }
+
     pub(crate) fn of(address: &AddressVector) -> Self {
         let &AddressVector { dgid, traffic_class, flow_label, .. } = address;
         // Programs that set only what they need leave 0, which the kernel refuses.

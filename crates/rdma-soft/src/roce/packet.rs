@@ -165,14 +165,19 @@ pub(crate) enum Body {
     Gone,
     /// DC session closed.
     Close,
+    /// The congestion notification packet: a packet to its sender was marked (annex A17.9).
+    Congestion,
 }
 
 impl Body {
-    /// Returns whether a responder sends the packet.
+    /// Returns whether the packet is for the requester of a queue pair.
     pub(crate) const fn is_response(&self) -> bool {
         matches!(
             self,
-            Self::ReadResponse { .. } | Self::Acknowledge(_) | Self::AtomicAcknowledge { .. }
+            Self::ReadResponse { .. }
+                | Self::Acknowledge(_)
+                | Self::AtomicAcknowledge { .. }
+                | Self::Congestion
         )
     }
 
@@ -202,6 +207,13 @@ pub(crate) enum WireError {
     Checksum,
     Unsupported,
 }
+
+/// The upper three bits of the operation code of congestion notification packets.
+const CONGESTION_CLASS: u8 = 4;
+/// Backward explicit congestion notification, in the word of the destination (IBTA 9.2).
+const BECN: u32 = 1 << 30;
+/// Reserved bytes of a congestion notification packet.
+const RESERVED: [u8; 16] = [0; 16];
 
 /// Length of the check.
 const CHECK: usize = 4;
@@ -252,12 +264,20 @@ mod opcode {
     pub(super) const ACCEPT: u8 = 0x19;
     pub(super) const GONE: u8 = 0x1a;
     pub(super) const CLOSE: u8 = 0x1b;
+    /// Of a class of its own.
+    pub(super) const CONGESTION: u8 = 0x01;
 }
 
 impl Packet {
     /// Creates a session packet of DC.
     pub(crate) const fn dc_control(pkey: u16, dest: Qpn, psn: Psn, body: Body) -> Self {
         let transport = Transport::Dci;
+        Self { transport, pkey, dest, psn, solicited: false, ack_request: false, body }
+    }
+
+    /// Creates a congestion notification packet.
+    pub(crate) const fn congestion_notification(pkey: u16, dest: Qpn) -> Self {
+        let (transport, psn, body) = (Transport::Rc, Psn::new(0), Body::Congestion);
         Self { transport, pkey, dest, psn, solicited: false, ack_request: false, body }
     }
 
@@ -298,6 +318,7 @@ impl Packet {
             Body::Accept => opcode::ACCEPT,
             Body::Gone => opcode::GONE,
             Body::Close => opcode::CLOSE,
+            Body::Congestion => opcode::CONGESTION,
         }
     }
 
@@ -309,6 +330,7 @@ impl Packet {
         payload: impl FnOnce(&mut Vec<u8>),
     ) {
         let class = match self.transport {
+            _ if self.body == Body::Congestion => CONGESTION_CLASS << 5,
             Transport::Rc => 0x00,
             Transport::Uc => 0x20,
             Transport::Ud => 0x60,
@@ -319,7 +341,8 @@ impl Packet {
         out.push(class | self.opcode());
         out.push(u8::from(self.solicited) << 7 | (pad as u8) << 4);
         out.extend_from_slice(&self.pkey.to_be_bytes());
-        out.extend_from_slice(&(self.dest.0 & Qpn::MAX.0).to_be_bytes());
+        let becn = if self.body == Body::Congestion { BECN } else { 0 };
+        out.extend_from_slice(&(self.dest.0 & Qpn::MAX.0 | becn).to_be_bytes());
         out.extend_from_slice(
             &(u32::from(self.ack_request) << 31 | self.psn.value()).to_be_bytes(),
         );
@@ -366,6 +389,7 @@ impl Packet {
                 out.extend_from_slice(&(mtu as u32).to_be_bytes());
             }
             Body::Accept | Body::Gone | Body::Close => {}
+            Body::Congestion => out.extend_from_slice(&RESERVED),
         }
         let before = out.len();
         payload(out);
@@ -386,13 +410,20 @@ impl Packet {
             return Err(WireError::Unsupported);
         }
         let transport = match code >> 5 {
-            0 => Transport::Rc,
+            0 | CONGESTION_CLASS => Transport::Rc,
             1 => Transport::Uc,
             3 => Transport::Ud,
             6 => Transport::Dci,
             _ => return Err(WireError::Unsupported),
         };
-        let body = parse_body(transport, code & 31, &mut reader)?;
+        let body = if code >> 5 == CONGESTION_CLASS {
+            if code & 31 != opcode::CONGESTION {
+                return Err(WireError::Unsupported);
+            }
+            reader.take().map(|_: [u8; RESERVED.len()]| Body::Congestion)?
+        } else {
+            parse_body(transport, code & 31, &mut reader)?
+        };
         let payload = reader.0;
         let pad = usize::from(flags >> 4 & 3);
         let length = payload.len().checked_sub(pad).ok_or(WireError::Truncated)?;

@@ -2,6 +2,7 @@
 
 mod admission;
 mod campaign;
+mod congestion;
 mod cost;
 mod dc;
 mod dc_campaign;
@@ -123,6 +124,7 @@ impl Drop for Buffer {
 #[derive(Clone, Copy)]
 struct Options {
     transport: Transport,
+    traffic_class: u8,
     mtu: Mtu,
     psn: u32,
     timeout: u8,
@@ -140,6 +142,7 @@ impl Default for Options {
     fn default() -> Self {
         Self {
             transport: Transport::Rc,
+            traffic_class: 0,
             mtu: Mtu::Mtu1024,
             psn: 0xff_fff0,
             timeout: 12,
@@ -213,7 +216,8 @@ impl End {
     fn to_rtr(&self, options: &Options, peer: &Self) {
         let mut attr = QpAttr::to_state(QpState::Rtr);
         if options.transport != Transport::Ud {
-            attr.address = Some(peer.address());
+            let traffic_class = options.traffic_class;
+            attr.address = Some(AddressVector { traffic_class, ..peer.address() });
             attr.path_mtu = Some(options.mtu);
             attr.dest_qpn = Some(peer.qp.qpn());
             attr.rq_psn = Some(Psn::new(options.psn));

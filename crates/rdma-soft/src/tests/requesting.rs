@@ -170,11 +170,11 @@ fn unanswered_packets_are_retried_up_to_the_limit() {
     let mut it = Requesting::new();
     it.post(0, SendOp::Send, 8, NONE);
     it.post(1, SendOp::Send, 8, NONE);
-    for _ in 0..3 {
-        assert_eq!(it.steps(), [0, 1]);
-        it.expire();
-    }
     assert_eq!(it.steps(), [0, 1]);
+    for _ in 0..3 {
+        it.expire();
+        assert_eq!(it.steps(), [0], "one packet probes a silent peer");
+    }
     it.ack(0, Syndrome::ACK);
     for _ in 0..4 {
         it.steps();
@@ -281,7 +281,7 @@ fn retries_are_not_consumed_while_waiting_for_the_window() {
     it.machine.set_awaiting_window(true);
     assert_eq!(it.machine.settle(|| 0), None, "the timer is stopped");
     it.machine.set_awaiting_window(false);
-    assert_eq!(it.steps(), [0, 1, 2]);
+    assert_eq!(it.steps(), [0]);
     it.ack(2, Syndrome::ACK);
     assert!(!it.machine.has_timed_out() && it.machine.all_acknowledged());
     // The window for one request of the READ.
@@ -361,8 +361,7 @@ fn acknowledgement_during_retransmission_skips_covered_packets() {
     it.post(0, SendOp::Write(FAR), 8 * 256, NONE);
     assert_eq!(it.steps().len(), 8);
     it.expire();
-    it.machine.config.flow = Flow::with_window(2);
-    assert_eq!(it.steps(), [0, 1]);
+    assert_eq!(it.steps(), [0]);
     it.ack(5, Syndrome::ACK);
     assert_eq!(it.steps(), [6, 7]);
     it.ack(7, Syndrome::ACK);
@@ -492,4 +491,46 @@ fn responses_outside_the_in_flight_range_are_ignored() {
     it.data(2, Part::Last, 256);
     it.ack(3, Syndrome::ACK);
     assert_eq!(it.log.completions[1..], [(1, WcStatus::SUCCESS), (2, WcStatus::SUCCESS)]);
+}
+
+#[test]
+fn notification_halves_the_window_once_and_acknowledgements_widen_it() {
+    let mut it = Requesting::new();
+    let acknowledge = |msn| Body::Acknowledge(Aeth { syndrome: Syndrome::ACK, msn });
+    let notify = |it: &mut Requesting| it.respond(0, Body::Congestion, &[]);
+    // 32 packets each.
+    for wr_id in 0..7 {
+        it.post(wr_id, SendOp::Write(RemoteAddr::default()), 8192, SendFlags::empty());
+    }
+    assert_eq!(it.steps().len(), 64, "the window without congestion");
+    notify(&mut it);
+    // Of the same congestion.
+    notify(&mut it);
+    assert!(it.steps().is_empty());
+    it.respond(31, acknowledge(1), &[]);
+    assert_eq!((it.steps().len(), it.machine.in_flight()), (1, 33), "wider by one for 32");
+    it.respond(63, acknowledge(2), &[]);
+    assert_eq!((it.steps().len(), it.machine.in_flight()), (32, 33));
+    // All packets of the first notification are acknowledged, so this is news.
+    notify(&mut it);
+    it.respond(95, acknowledge(3), &[]);
+    assert_eq!((it.steps().len(), it.machine.in_flight()), (16, 17), "16, and one for 16");
+    assert_eq!(it.machine.counters.congestion_notifications, 3);
+}
+
+#[test]
+fn window_of_one_packet_makes_progress_whatever_is_notified() {
+    let mut it = Requesting::new();
+    for wr_id in 0..3 {
+        it.post(wr_id, SendOp::Write(RemoteAddr::default()), 8192, SendFlags::empty());
+    }
+    let mut last = it.steps().len() as u32 - 1;
+    while it.log.completions.len() < 3 {
+        it.respond(0, Body::Congestion, &[]);
+        let acknowledge = Body::Acknowledge(Aeth { syndrome: Syndrome::ACK, msn: 1 });
+        it.respond(last, acknowledge, &[]);
+        let sent = it.steps().len() as u32;
+        assert!(sent > 0 || last == 95, "stalled after packet {last}");
+        last += sent;
+    }
 }

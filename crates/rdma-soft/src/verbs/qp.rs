@@ -143,6 +143,7 @@ pub(crate) fn create(
                 replying: false,
                 unconfirmed,
                 ip_fields: IpFields::default(),
+                notify_after: 0,
             }),
         })
     })?;

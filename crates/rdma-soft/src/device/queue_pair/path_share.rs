@@ -46,8 +46,7 @@ impl Sender {
             slot.request(machine.window_request(), machine.all_acknowledged(), machine.config.mtu);
         machine.set_awaiting_window(flow.is_none());
         let Some(flow) = flow else { return false };
-        // One packet probes a silent peer.
-        machine.config.flow = if machine.has_timed_out() { Flow::with_window(1) } else { flow };
+        machine.config.flow = flow;
         true
     }
 

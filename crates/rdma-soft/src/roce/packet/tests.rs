@@ -42,6 +42,11 @@ fn images_match_rxe() {
             &[][..],
             "0400ffff0000001180000010",
         ),
+        (
+            Packet::congestion_notification(0xffff, Qpn(0x11)),
+            &[],
+            "8100ffff400000110000000000000000000000000000000000000000",
+        ),
         (rc(Body::Acknowledge(aeth), 0x10, false), &[], "1100ffff00000011000000101f000001"),
         (
             rc(Body::Send { part: Part::Only, tail: none }, 0x10, true),

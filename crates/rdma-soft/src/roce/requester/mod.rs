@@ -17,6 +17,7 @@
 //! 9.7.5).
 
 mod direct;
+mod flow;
 mod initiator;
 mod local;
 mod outstanding;
@@ -24,6 +25,8 @@ mod responses;
 mod wqe;
 
 pub(crate) use direct::DirectMessage;
+use flow::Congestion;
+pub(crate) use flow::Flow;
 use initiator::{Initiator, SessionStep};
 pub(crate) use outstanding::WindowRequest;
 pub(crate) use wqe::Destination;
@@ -43,41 +46,11 @@ use crate::roce::packet::{Packet, Part};
 /// become ambiguous.
 pub(crate) const MAX_MESSAGE: u32 = 1 << 30;
 
-/// The flow control of a reliable connection.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) struct Flow {
-    window: i32,
-    /// Packets between acknowledgement requests within a message, so that the window does not
-    /// stall.
-    ack_every: u32,
-    /// Maximum response packets per READ request. Longer READs are split, as nothing else paces
-    /// responses.
-    read_packets: u32,
-}
-
-impl Flow {
-    /// Within the process, where no buffer overflows. The window is rxe's.
-    pub(crate) const MEMORY: Self = Self { window: 64, ack_every: 32, read_packets: u32::MAX };
-
-    /// Over UDP, with paced responses.
-    pub(crate) const fn with_window(window: u32) -> Self {
-        Self { window: window as i32, ack_every: window / 4, read_packets: READ_PACKETS }
-    }
-}
-
 /// The longest wait for an acknowledgement before the first retransmission, 67 ms; each further
 /// wait is twice as long, up to the timeout of the queue pair. So a loss is repaired soon, although
 /// the timeouts outlast an outage of seconds. Only a wait of a whole timeout takes a retry (IBTA
 /// 9.7.6.1.3).
 const FIRST_WAIT: u64 = 67_108_864;
-
-/// Maximum response packets per READ request over UDP: 64 KiB at the largest MTU.
-///
-/// The first and last responses are longer than the others, so each request ends several segmented
-/// messages.
-///
-/// It is constant: the requester computes from it which response ends a request.
-const READ_PACKETS: u32 = 16;
 
 pub(crate) trait SendCompletions {
     /// Completes the work request at `position`. Polling frees all slots up to it.
@@ -129,6 +102,8 @@ pub struct SendCounters {
     /// Sessions opened by a DC initiator: one per change of target, and one after each second or
     /// more without messages.
     pub sessions: u64,
+    /// Congestion notification packets received.
+    pub congestion_notifications: u64,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -193,6 +168,8 @@ pub(crate) struct Requester {
     /// Timeouts since the last progress.
     consecutive_timeouts: u32,
     initiator: Option<Box<Initiator>>,
+    /// `None` while the path has no congestion.
+    congestion: Option<Congestion>,
 }
 
 impl Requester {
@@ -219,6 +196,7 @@ impl Requester {
             drained_reported: true,
             position: 0,
             initiator: None,
+            congestion: None,
             counters: SendCounters::default(),
         }
     }
@@ -382,7 +360,8 @@ impl Requester {
             } else {
                 1
             };
-        let blocked = reliable && in_flight > 0 && in_flight + added > self.config.flow.window;
+        let Flow { window, ack_every, .. } = self.config.flow.limited_by(self.congestion);
+        let blocked = reliable && in_flight > 0 && in_flight + added > window;
         // If the window shrank, possibly no packet in flight requests an acknowledgement: one more
         // does.
         let ack_missing = blocked && self.since_ack_request as i32 >= in_flight;
@@ -421,7 +400,7 @@ impl Requester {
         let whole = end == wqe.end_psn();
         let ack_request = reliable
             && !wqe.op.reads_back()
-            && (whole || ack_missing || self.since_ack_request >= self.config.flow.ack_every);
+            && (whole || ack_missing || self.since_ack_request >= ack_every);
         let packet = Packet {
             transport: self.config.transport,
             pkey: self.config.pkey,
@@ -517,6 +496,7 @@ impl Requester {
                 let is_whole = self.ack_wait() == self.config.timeout.nanoseconds();
                 self.counters.timeouts += 1;
                 self.consecutive_timeouts += 1;
+                self.congestion = Some(Congestion::new(1, self.sent_end));
                 self.gap_seen = false;
                 if is_whole { self.retry(out) } else { self.retransmit() }
             }

@@ -7,6 +7,7 @@ use crate::memory::keys::Keys;
 use crate::roce::packet::{Body, Nak, Packet, Part, Syndrome};
 use crate::roce::partition::may_communicate;
 
+use super::flow::Congestion;
 use super::wqe::left_in_request;
 use super::{Requester, SendCompletions, Wait};
 
@@ -28,8 +29,12 @@ impl Requester {
             out.count_bad_pkey();
             return;
         }
+        if packet.body == Body::Congestion {
+            self.on_congestion();
+            return;
+        }
         self.counters.responses += 1;
-        let psn = packet.psn;
+        let (psn, unacked) = (packet.psn, self.unacked);
         // Older than any outstanding packet, or never sent.
         if psn.distance_from(self.unacked) < 0 || psn.distance_from(self.sent_end) >= 0 {
             self.counters.stale += 1;
@@ -61,6 +66,21 @@ impl Requester {
             Body::AtomicAcknowledge { original, .. } => self.on_atomic(psn, original, keys, out),
             Body::ReadResponse { part, .. } => self.on_read_data(psn, part, payload, keys, out),
             _ => self.counters.stale += 1,
+        }
+        if let Some(congestion) = self.congestion {
+            let acknowledged = self.unacked.distance_from(unacked).max(0) as u32;
+            self.congestion = congestion.widened(acknowledged);
+        }
+    }
+
+    /// Narrows the window, unless it was narrowed after the packets in flight were sent.
+    #[cold]
+    pub(crate) fn on_congestion(&mut self) {
+        self.counters.congestion_notifications += 1;
+        if !self.congestion.is_some_and(|known| known.is_recent(self.unacked)) {
+            let window = self.config.flow.limited_by(self.congestion).window as u32;
+            let window = window.min(self.in_flight()) / 2;
+            self.congestion = Some(Congestion::new(window, self.sent_end));
         }
     }
 

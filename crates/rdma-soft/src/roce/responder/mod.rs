@@ -78,6 +78,10 @@ pub struct ReceiveCounters {
     pub not_ready: u64,
     /// Requests dropped without a response.
     pub dropped: u64,
+    /// Packets that a switch has marked as having met congestion, responses included.
+    pub marked: u64,
+    /// Congestion notification packets sent.
+    pub congestion_notifications: u64,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
