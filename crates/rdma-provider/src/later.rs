@@ -7,7 +7,6 @@
 
 use std::any::Any;
 use std::cell::{Cell, RefCell};
-use std::collections::VecDeque;
 use std::mem::ManuallyDrop;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::task::Waker;
@@ -22,18 +21,33 @@ enum Work {
     Discard(Waker),
 }
 
+/// The work of a thread. Has no destructor, so that destructors of other thread-local variables can
+/// still use it; [`AtExit`] frees its memory.
+struct Later {
+    /// The first work, if it is a waker. Most locks that have work leave one waker.
+    first: Cell<Option<ManuallyDrop<Waker>>>,
+    /// What follows. Entries that have begun are `None`.
+    list: RefCell<ManuallyDrop<Vec<Option<Work>>>>,
+    /// The length of the list.
+    len: Cell<usize>,
+    /// How many entries belong to calls of [`run_all`] further up this thread's stack. A nested
+    /// call runs only those behind them.
+    outer: Cell<usize>,
+}
+
 thread_local! {
-    /// The work of this thread that waits. Has no destructor, so that destructors of other
-    /// thread-local variables can still use it; [`AtExit`] frees its memory.
-    static LATER: RefCell<ManuallyDrop<VecDeque<Work>>> =
-        const { RefCell::new(ManuallyDrop::new(VecDeque::new())) };
-    /// How many entries at the front of [`LATER`] belong to calls of [`run_all`] further up this
-    /// thread's stack. A nested call runs only those behind them.
-    static OUTER: Cell<usize> = const { Cell::new(0) };
+    static LATER: Later = const {
+        Later {
+            first: Cell::new(None),
+            list: RefCell::new(ManuallyDrop::new(Vec::new())),
+            len: Cell::new(0),
+            outer: Cell::new(0),
+        }
+    };
     static AT_EXIT: AtExit = const { AtExit };
 }
 
-/// The capacity of [`LATER`] that a thread keeps, so that usually none is allocated.
+/// The capacity of the list that a thread keeps, so that usually none is allocated.
 const KEPT: usize = 16;
 
 /// Frees the memory of [`LATER`] when the thread exits.
@@ -41,7 +55,7 @@ struct AtExit;
 
 impl Drop for AtExit {
     fn drop(&mut self) {
-        LATER.with_borrow_mut(|later| later.shrink_to_fit());
+        LATER.with(|later| later.list.borrow_mut().shrink_to_fit());
     }
 }
 
@@ -74,8 +88,11 @@ pub fn wake(wakers: impl IntoIterator<Item = Waker>) {
 fn wake_one(waker: Waker) {
     if locks::held() == 0 {
         wake_now(waker);
-    } else {
+    } else if locks::is_work_waiting() {
         defer(Work::Wake(waker));
+    } else {
+        locks::note_later();
+        LATER.with(|later| later.first.set(Some(ManuallyDrop::new(waker))));
     }
 }
 
@@ -101,12 +118,14 @@ fn discard_one(waker: Waker) {
 
 fn defer(work: Work) {
     locks::note_later();
-    LATER.with_borrow_mut(|later| {
-        if later.capacity() == 0 {
+    LATER.with(|later| {
+        let mut list = later.list.borrow_mut();
+        if list.capacity() == 0 {
             // Registers the destructor, unless the thread is exiting.
             let _ = AT_EXIT.try_with(|_| ());
         }
-        later.push_back(work);
+        list.push(Some(work));
+        later.len.set(list.len());
     });
 }
 
@@ -114,33 +133,50 @@ fn defer(work: Work) {
 #[cold]
 pub(crate) fn run_all() {
     locks::clear_waiting();
-    // Work may take locks and add more. The release of such a lock runs only what was added since,
-    // so calls nest as deep as work causes other work, not as long as the list is.
-    let outer = OUTER.get();
-    let mut has_more = true;
-    while has_more {
-        let work = LATER.with_borrow_mut(|later| {
-            // The first is removed without a move of the others.
-            let work = if outer == 0 { later.pop_front() } else { later.remove(outer) };
-            OUTER.set(later.len());
-            // What this work adds has run when it returns.
-            has_more = later.len() > outer;
-            if !has_more && later.capacity() > KEPT {
-                later.shrink_to(KEPT);
+    LATER.with(|later| {
+        // Work may take locks and add more. The release of such a lock runs only what was added
+        // since, so calls nest as deep as work causes other work, not as long as the list is.
+        let outer = later.outer.replace(later.len.get());
+        if let Some(waker) = later.first.take() {
+            wake_now(ManuallyDrop::into_inner(waker));
+        }
+        if later.len.get() > outer {
+            later.run_list(outer);
+        }
+        later.outer.set(outer);
+    });
+}
+
+impl Later {
+    /// Runs the entries of the list from `first`.
+    #[cold]
+    fn run_list(&self, first: usize) {
+        for entry in first..self.len.get() {
+            let work = self.list.borrow_mut().get_mut(entry).and_then(Option::take);
+            if let Some(work) = work {
+                work.run();
             }
-            work
-        });
-        let Some(work) = work else { break };
-        match work {
-            Work::Run(work) => {
+        }
+        let mut list = self.list.borrow_mut();
+        list.truncate(first);
+        if first == 0 && list.capacity() > KEPT {
+            list.shrink_to(KEPT);
+        }
+        self.len.set(first);
+    }
+}
+
+impl Work {
+    fn run(self) {
+        match self {
+            Self::Run(work) => {
                 caught_panic(work);
             }
-            Work::Drop(value) => contained(|| drop(value)),
-            Work::Wake(waker) => wake_now(waker),
-            Work::Discard(waker) => contained(|| drop(waker)),
+            Self::Drop(value) => contained(|| drop(value)),
+            Self::Wake(waker) => wake_now(waker),
+            Self::Discard(waker) => contained(|| drop(waker)),
         }
     }
-    OUTER.set(outer);
 }
 
 /// Runs a waker or a destructor of the program, and reports and stops its panic: it would abort the
@@ -233,11 +269,11 @@ mod tests {
         let lock = Mutex::new(());
         let guard = lock.lock();
         (0..100).for_each(|_| run(|| ()));
-        assert!(LATER.with_borrow(|events| events.capacity()) >= 100);
+        assert!(LATER.with(|later| later.list.borrow().capacity()) >= 100);
         drop(guard);
-        assert!(LATER.with_borrow(|events| events.capacity()) <= KEPT);
+        assert!(LATER.with(|later| later.list.borrow().capacity()) <= KEPT);
         drop(AtExit);
-        assert_eq!(LATER.with_borrow(|events| events.capacity()), 0);
+        assert_eq!(LATER.with(|later| later.list.borrow().capacity()), 0);
     }
 
     #[test]
@@ -281,6 +317,35 @@ mod tests {
         });
         drop(guard);
         assert_eq!(received.try_iter().collect::<Vec<_>>(), [(1, 0), (2, 0), (3, 0)]);
+    }
+
+    #[test]
+    fn waker_that_causes_work_ends_before_the_work_behind_it() {
+        struct Waking(&'static Mutex<()>, std::sync::Mutex<Sender<(u32, u32)>>);
+
+        impl std::task::Wake for Waking {
+            fn wake(self: std::sync::Arc<Self>) {
+                let sender = self.1.lock().unwrap().clone();
+                let send = |number| sender.send((number, held())).unwrap();
+                send(1);
+                let guard = self.0.lock();
+                let caused = sender.clone();
+                run(move || caused.send((2, held())).unwrap());
+                drop(guard);
+                send(3);
+            }
+        }
+
+        let (sender, received) = channel();
+        let lock: &'static Mutex<()> = Box::leak(Box::new(Mutex::new(())));
+        let guard = lock.lock();
+        wake([Waker::from(std::sync::Arc::new(Waking(lock, sender.clone().into())))]);
+        let behind = sender.clone();
+        run(move || behind.send((4, held())).unwrap());
+        wake([Waker::from(std::sync::Arc::new(Waking(lock, sender.into())))]);
+        drop(guard);
+        let all: Vec<_> = received.try_iter().collect();
+        assert_eq!(all, [1, 2, 3, 4, 1, 2, 3].map(|number| (number, 0)));
     }
 
     #[test]

@@ -88,6 +88,11 @@ pub fn held() -> u32 {
     STATE.get() & !WAITING
 }
 
+/// Returns whether work of [`later`] waits for the release of this thread's last lock.
+pub(crate) fn is_work_waiting() -> bool {
+    STATE.get() & WAITING != 0
+}
+
 /// Makes the release of this thread's last lock run the work of [`later`].
 pub(crate) fn note_later() {
     STATE.set(STATE.get() | WAITING);
