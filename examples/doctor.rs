@@ -163,6 +163,8 @@ fn attr(attr: &DeviceAttr) -> Value {
         "max_srq": attr.max_srq,
         "max_srq_wr": attr.max_srq_wr,
         "max_srq_sge": attr.max_srq_sge,
+        "max_mcast_grp": attr.max_mcast_grp,
+        "max_mcast_qp_attach": attr.max_mcast_qp_attach,
         "completion_vectors": attr.completion_vectors,
         "atomic": format!("{:?}", attr.atomic),
         "on_demand_paging": attr.on_demand_paging,

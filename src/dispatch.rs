@@ -19,7 +19,7 @@ use std::time::Duration;
 use crate::error::VerbError;
 use crate::forked;
 use crate::types::{
-    Access, AddressVector, AsyncEvent, DeviceAttr, Lkey, PortAttr, PortNum, QpAttr, QpCaps,
+    Access, AddressVector, AsyncEvent, DeviceAttr, Gid, Lkey, PortAttr, PortNum, QpAttr, QpCaps,
     QpState, Qpn, RecvWr, Rkey, SendWr, SrqCaps, WorkCompletion,
 };
 #[cfg(feature = "ibverbs")]
@@ -343,6 +343,8 @@ impl contract::Qp for Qp {
         fn post_state() -> Option<*const ()>;
         fn peer_post_state() -> Option<*const ()>;
         fn has_plain() -> bool;
+        fn attach_multicast(group: Gid, lid: u16) -> Result<(), VerbError>;
+        fn detach_multicast(group: Gid, lid: u16) -> Result<(), VerbError>;
     }
 
     #[inline]

@@ -11,7 +11,7 @@ use std::ops::{Bound, RangeBounds};
 pub use rdma_provider::VerbError;
 pub use rdma_soft::UdpError;
 
-use crate::types::{Access, QpState, Qpn, TransitionError, WcStatus};
+use crate::types::{Access, Gid, QpState, Qpn, TransitionError, WcStatus};
 
 mod outcome;
 mod runtime;
@@ -243,6 +243,22 @@ pub enum SetupError {
         /// The P_Keys of the port, by index.
         table: Vec<u16>,
     },
+    /// An address that must be a multicast group's is none.
+    NotMulticast {
+        /// The address.
+        group: Gid,
+    },
+    /// The device has no more multicast groups, or the group no more queue pairs.
+    GroupsFull {
+        /// Number of the queue pair.
+        qpn: Qpn,
+        /// The group.
+        group: Gid,
+        /// Groups that the device has, [`DeviceAttr::max_mcast_grp`](crate::types::DeviceAttr).
+        groups: u32,
+        /// Queue pairs that a group has, `max_mcast_qp_attach`.
+        queue_pairs: u32,
+    },
     /// The device or the kind of object does not support a function or setting.
     Unsupported {
         /// The reason, for example `the device lacks on-demand paging`.
@@ -309,6 +325,18 @@ impl fmt::Display for SetupError {
                      partition (on a software device, DeviceControl::set_pkeys)",
                 )
             }
+            Self::NotMulticast { group } => write!(
+                f,
+                "{} is no multicast group; use an address in 224.0.0.0/4 or ff00::/8",
+                group.to_ip()
+            ),
+            Self::GroupsFull { qpn, group, groups, queue_pairs } => write!(
+                f,
+                "failed to attach queue pair {qpn} to multicast group {}: the device has at most \
+                 {groups} groups with {queue_pairs} queue pairs each (DeviceAttr::max_mcast_grp, \
+                 max_mcast_qp_attach); detach others first",
+                group.to_ip()
+            ),
             Self::Unsupported { what } => write!(f, "unsupported: {what}"),
             Self::Closed => f.write_str("the object is closed, or its completion queue has failed"),
         }

@@ -9,7 +9,7 @@ use std::error::Error;
 use std::fmt::Debug;
 use std::fs;
 use std::io;
-use std::net::{IpAddr, SocketAddr};
+use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 use std::path::Path;
 use std::time::Duration;
 
@@ -187,6 +187,17 @@ fn of_all_layers() {
         SetupError::NoPkey { .. } => [
             SetupError::NoPkey { port: 1, asked: 0x8002, table: vec![0xffff, 0, 0x8001] },
             SetupError::NoPkey { port: 1, asked: 0xffff, table: vec![0] },
+        ],
+        SetupError::NotMulticast { .. } => [
+            SetupError::NotMulticast { group: Ipv4Addr::new(10, 9, 0, 1).into() },
+        ],
+        SetupError::GroupsFull { .. } => [
+            SetupError::GroupsFull {
+                qpn: Qpn(18),
+                group: Ipv4Addr::new(239, 1, 2, 3).into(),
+                groups: 64,
+                queue_pairs: 256,
+            },
         ],
         SetupError::Unsupported { .. } => [
             SetupError::Unsupported { what: "the device lacks on-demand paging" },

@@ -345,6 +345,24 @@ impl QueuePair {
         Ok(self.inner.core.qp()?.query()?)
     }
 
+    /// Attaches a datagram queue pair to a multicast group, `ibv_attach_mcast(3)`.
+    ///
+    /// # Errors
+    ///
+    /// See [`Qp::attach_multicast`](crate::verbs::Qp::attach_multicast); [`SetupError::Closed`].
+    pub fn attach_multicast(&self, group: Gid, lid: u16) -> Result<(), SetupError> {
+        self.inner.core.qp()?.attach_multicast(group, lid)
+    }
+
+    /// Detaches it from the group, `ibv_detach_mcast(3)`.
+    ///
+    /// # Errors
+    ///
+    /// See [`Qp::detach_multicast`](crate::verbs::Qp::detach_multicast); [`SetupError::Closed`].
+    pub fn detach_multicast(&self, group: Gid, lid: u16) -> Result<(), SetupError> {
+        self.inner.core.qp()?.detach_multicast(group, lid)
+    }
+
     /// Stops new sends, waits until work in flight is flushed, and destroys the queue pair.
     ///
     /// Operations not yet acknowledged fail with

@@ -13,7 +13,7 @@ use crate::dispatch;
 use crate::dispatch::{ReceiveCounters, SendCounters};
 use crate::error::{LimitError, SetupError, VerbError};
 use crate::types::{
-    QpAttr, QpCaps, QpState, Qpn, RecvWr, SendWr, TransitionError, Transport, check_transition,
+    Gid, QpAttr, QpCaps, QpState, Qpn, RecvWr, SendWr, TransitionError, Transport, check_transition,
 };
 use rdma_provider::contract::{Context as _, Pd as _, PlainWr, PostError, Qp as _, QpInit};
 
@@ -273,6 +273,63 @@ impl Qp {
     /// [`VerbError`].
     pub fn query(&self) -> Result<(QpState, QpAttr), VerbError> {
         self.raw.query()
+    }
+
+    /// Attaches a datagram queue pair to a multicast group, `ibv_attach_mcast(3)`. It then receives
+    /// a copy of each datagram that is sent to the group, to [`Qpn::MULTICAST`] and with its Q_Key.
+    /// The header in front of the datagram has the group as its destination. Repeating the call has
+    /// no effect.
+    ///
+    /// `lid` is the group's on InfiniBand, and 0 on Ethernet. The software device delivers a
+    /// queue pair's own datagrams, too.
+    ///
+    /// The network may forward the group's datagrams only to its members. The software device
+    /// becomes one; for adapters and SoftRoCE, the connection manager must join the group.
+    ///
+    /// # Errors
+    ///
+    /// - [`SetupError::NotMulticast`] if `group` is another address;
+    /// - [`SetupError::Mismatch`] for another transport;
+    /// - [`SetupError::GroupsFull`] beyond a limit of the device;
+    /// - [`SetupError::Unsupported`] if the device has no multicast;
+    /// - [`SetupError::Verb`], over UDP with EAFNOSUPPORT for a group of another address family
+    ///   than the software device's.
+    pub fn attach_multicast(&self, group: Gid, lid: u16) -> Result<(), SetupError> {
+        let attr = self.pd.device().attr();
+        self.check_group(group)?;
+        if attr.max_mcast_grp == 0 {
+            return Err(SetupError::Unsupported { what: "the device lacks multicast" });
+        }
+        self.raw.attach_multicast(group, lid).map_err(|error| match error.errno {
+            VerbError::ENOMEM => SetupError::GroupsFull {
+                qpn: self.qpn(),
+                group,
+                groups: attr.max_mcast_grp,
+                queue_pairs: attr.max_mcast_qp_attach,
+            },
+            _ => error.into(),
+        })
+    }
+
+    /// Detaches the queue pair from a multicast group, `ibv_detach_mcast(3)`. Its destruction does,
+    /// too.
+    ///
+    /// # Errors
+    ///
+    /// As for [`attach_multicast`](Self::attach_multicast); [`SetupError::Verb`] with EINVAL if it
+    /// is not attached.
+    pub fn detach_multicast(&self, group: Gid, lid: u16) -> Result<(), SetupError> {
+        self.check_group(group)?;
+        Ok(self.raw.detach_multicast(group, lid)?)
+    }
+
+    fn check_group(&self, group: Gid) -> Result<(), SetupError> {
+        if self.transport != Transport::Ud {
+            let what = "transports of the queue pair and multicast";
+            let ours = format!("{:?}", self.transport);
+            return Err(SetupError::mismatch(what, ours, "Ud"));
+        }
+        if group.is_multicast() { Ok(()) } else { Err(SetupError::NotMulticast { group }) }
     }
 
     /// Destroys the queue pair, `ibv_destroy_qp(3)`. A drop can only log an error.

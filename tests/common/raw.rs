@@ -248,6 +248,11 @@ impl End {
         take(&self.send_cq, count)
     }
 
+    /// Returns the completions of receives so far.
+    pub(crate) fn received_now(&self) -> Vec<WorkCompletion> {
+        poll(&self.recv_cq)
+    }
+
     pub(crate) fn received(&self, count: usize) -> Vec<WorkCompletion> {
         take(&self.recv_cq, count)
     }

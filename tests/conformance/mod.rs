@@ -11,6 +11,7 @@ mod events;
 mod leases;
 mod lifetimes;
 mod misuse;
+mod multicast;
 mod operations;
 mod paths;
 mod ports;

@@ -228,6 +228,8 @@ impl Context {
         attr.max_srq = count(raw.max_srq);
         attr.max_srq_wr = count(raw.max_srq_wr);
         attr.max_srq_sge = count(raw.max_srq_sge);
+        attr.max_mcast_grp = count(raw.max_mcast_grp);
+        attr.max_mcast_qp_attach = count(raw.max_mcast_qp_attach);
         attr.completion_vectors = count(vectors).max(1);
         attr.vendor_id = raw.vendor_id;
         attr.vendor_part_id = raw.vendor_part_id;

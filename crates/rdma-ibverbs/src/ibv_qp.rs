@@ -3,10 +3,12 @@
 #![allow(unsafe_code)]
 
 use std::borrow::Borrow;
+use std::collections::BTreeSet;
 use std::mem;
 use std::ptr::{self, NonNull};
 use std::sync::atomic::{AtomicU8, Ordering};
 
+use rdma_provider::locks::Mutex;
 use rdma_sys::*;
 
 use super::ibv_srq::Srq;
@@ -15,11 +17,11 @@ use super::mlx5::direct::{QueuePair, Registers, SendQueue, Uses};
 use super::owned::Owned;
 use super::posting::Posting;
 use super::supported::is_plain;
-use super::{Ibverbs, convert, ibv_post, sys};
+use super::{Ibverbs, convert, ibv_mcast, ibv_post, sys};
 use rdma_provider::VerbError;
 use rdma_provider::contract::{self, PlainWr, PostError, QpInit};
 use rdma_provider::types::{
-    AtomicCapability, DeviceAttr, QpAttr, QpCaps, QpState, Qpn, RecvWr, SendWr, Transport,
+    AtomicCapability, DeviceAttr, Gid, QpAttr, QpCaps, QpState, Qpn, RecvWr, SendWr, Transport,
 };
 
 /// A queue pair, `ibv_qp`.
@@ -44,6 +46,8 @@ pub struct Qp {
     /// Lowest state in which a single plain request of RC is passed to libibverbs without a list;
     /// `u8::MAX`: never, as for queue pairs that post directly.
     single_from: u8,
+    /// Multicast groups: the kernel destroys no queue pair that is attached to one.
+    groups: Mutex<BTreeSet<(Gid, u16)>>,
 }
 
 // SAFETY: S3: libibverbs is thread-safe.
@@ -190,6 +194,7 @@ impl Qp {
             receives: init.srq.is_none() && init.transport != Transport::Dci,
             state: AtomicU8::new(QpState::Reset as u8),
             single_from,
+            groups: Mutex::default(),
         }
     }
 
@@ -391,7 +396,31 @@ impl contract::Qp for Qp {
         })
     }
 
+    fn attach_multicast(&self, group: Gid, lid: u16) -> Result<(), VerbError> {
+        let mut groups = self.groups.lock();
+        // SAFETY: S3: the queue pair is alive.
+        unsafe { ibv_mcast::attach(self.raw(), group, lid) }?;
+        groups.insert((group, lid));
+        Ok(())
+    }
+
+    fn detach_multicast(&self, group: Gid, lid: u16) -> Result<(), VerbError> {
+        let mut groups = self.groups.lock();
+        // SAFETY: S3: the queue pair is alive.
+        unsafe { ibv_mcast::detach(self.raw(), group, lid) }?;
+        groups.remove(&(group, lid));
+        Ok(())
+    }
+
     fn destroy(&mut self) -> Result<(), VerbError> {
+        let groups: Vec<_> = self.groups.lock().iter().copied().collect();
+        for (group, lid) in groups {
+            // If this fails, the destruction does, too.
+            if let Err(error) = self.detach_multicast(group, lid) {
+                let qpn = contract::Qp::qpn(self);
+                rdma_provider::warn!(%qpn, %group, %error, "failed to leave a multicast group");
+            }
+        }
         let Self { raw, direct, .. } = self;
         match direct {
             Some(direct) if !raw.is_destroyed() => direct.destroy(|| raw.destroy()),

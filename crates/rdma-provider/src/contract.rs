@@ -17,9 +17,9 @@ use std::task::Waker;
 use super::cm_contract::{CmChannel, CmId};
 use crate::error::VerbError;
 use crate::types::{
-    Access, AddressVector, AsyncEvent, DcKey, DeviceAttr, Lkey, PortAttr, PortNum, QpAttr, QpCaps,
-    QpState, Qpn, RecvWr, RemoteAddr, Rkey, SendFlags, SendOp, SendWr, Sge, SrqCaps, Transport,
-    WorkCompletion, WrId,
+    Access, AddressVector, AsyncEvent, DcKey, DeviceAttr, Gid, Lkey, PortAttr, PortNum, QpAttr,
+    QpCaps, QpState, Qpn, RecvWr, RemoteAddr, Rkey, SendFlags, SendOp, SendWr, Sge, SrqCaps,
+    Transport, WorkCompletion, WrId,
 };
 
 /// The object types of a provider.
@@ -516,8 +516,20 @@ pub trait Qp: Debug + Send + Sync {
     /// As for [`post_send`](Self::post_send).
     unsafe fn post_recv(&self, list: &[RecvWr<'_>]) -> Result<(), PostError>;
 
-    /// Destroys the queue pair, `ibv_destroy_qp(3)`; drop it after success. After an error the
-    /// device may still execute posted work, so nothing that the work uses may be freed.
+    /// Attaches a datagram queue pair to a multicast group, `ibv_attach_mcast(3)`. It gets a copy
+    /// of each datagram to the group with its Q_Key, even of its own. Repeating it has no effect.
+    ///
+    /// `lid` is the group's on InfiniBand. EINVAL for another transport, or if `group` is not
+    /// [multicast](crate::types::Gid::is_multicast). ENOMEM beyond
+    /// [`DeviceAttr::max_mcast_grp`] or [`DeviceAttr::max_mcast_qp_attach`].
+    fn attach_multicast(&self, group: Gid, lid: u16) -> Result<(), VerbError>;
+
+    /// Detaches it from the group, `ibv_detach_mcast(3)`. EINVAL if it is not attached.
+    fn detach_multicast(&self, group: Gid, lid: u16) -> Result<(), VerbError>;
+
+    /// Detaches the queue pair from its multicast groups and destroys it, `ibv_destroy_qp(3)`; drop
+    /// it after success. After an error the device may still execute posted work, so nothing that
+    /// the work uses may be freed.
     fn destroy(&mut self) -> Result<(), VerbError>;
 }
 

@@ -5,4 +5,3 @@
 pub(super) mod dc;
 pub(super) mod dc_attributes;
 pub mod direct;
-mod library;

@@ -26,6 +26,12 @@ impl Gid {
         v6.to_ipv4_mapped().map_or(IpAddr::V6(v6), IpAddr::V4)
     }
 
+    /// Returns true for the GID of a multicast group: ff00::/8 or, for IPv4, ::ffff:224.0.0.0/100.
+    #[must_use]
+    pub fn is_multicast(self) -> bool {
+        self.to_ip().is_multicast()
+    }
+
     /// Returns true for the GID of an empty table entry.
     #[must_use]
     pub fn is_zero(self) -> bool {

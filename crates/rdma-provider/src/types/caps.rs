@@ -51,6 +51,10 @@ pub struct DeviceAttr {
     pub max_srq_wr: u32,
     /// Maximum scatter/gather elements of a shared receive.
     pub max_srq_sge: u32,
+    /// Maximum multicast groups with attached queue pairs; 0 if multicast is unsupported.
+    pub max_mcast_grp: u32,
+    /// Maximum queue pairs attached to one multicast group.
+    pub max_mcast_qp_attach: u32,
     /// Completion vectors, across which completion queues can be spread.
     pub completion_vectors: u32,
     /// Scope of atomic operations.
@@ -95,6 +99,8 @@ impl DeviceAttr {
             max_srq: 0,
             max_srq_wr: 0,
             max_srq_sge: 0,
+            max_mcast_grp: 0,
+            max_mcast_qp_attach: 0,
             completion_vectors: 1,
             atomic: AtomicCapability::None,
             on_demand_paging: false,

@@ -76,6 +76,9 @@ impl Rkey {
 impl Qpn {
     /// The largest queue pair number.
     pub const MAX: Self = Self(0x00ff_ffff);
+
+    /// The destination of datagrams to a multicast group.
+    pub const MULTICAST: Self = Self(0x00ff_ffff);
 }
 
 /// A packet sequence number (PSN): 24 bits that wrap.

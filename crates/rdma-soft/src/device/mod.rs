@@ -21,6 +21,7 @@ pub(crate) mod dct;
 pub(crate) mod deferred;
 pub(crate) mod dma_buf;
 pub(crate) mod events;
+mod groups;
 mod node;
 mod numbers;
 pub(crate) mod outbox;
@@ -47,6 +48,7 @@ pub use self::control::DeviceControl;
 use self::dct::DctInner;
 use self::deferred::Deferred;
 use self::events::Events;
+use self::groups::{Groups, MAX_GROUPS, MAX_MEMBERS};
 use self::numbers::Numbers;
 use self::pd_numbers::{MAX_PDS, PdNumbers};
 use self::pkeys::Pkeys;
@@ -98,6 +100,8 @@ pub(super) struct DeviceInner {
     linked: AtomicBool,
     pub(super) refusals: Refusals,
     pub(super) pkeys: Pkeys,
+    /// Not locked together with another field.
+    pub(super) groups: Groups<QpInner>,
 }
 
 impl fmt::Debug for DeviceInner {
@@ -139,6 +143,8 @@ impl DeviceInner {
         attr.max_srq = 1 << 20;
         attr.max_srq_wr = 16384;
         attr.max_srq_sge = 16;
+        attr.max_mcast_grp = MAX_GROUPS;
+        attr.max_mcast_qp_attach = MAX_MEMBERS;
         attr.completion_vectors = 1;
         attr.atomic = AtomicCapability::Global;
         attr.on_demand_paging = true;
@@ -170,6 +176,7 @@ impl DeviceInner {
             past: Mutex::default(),
             refusals: Refusals::new(),
             pkeys: Pkeys::new(),
+            groups: Groups::new(),
         });
         if let Some(endpoint) = &device.endpoint {
             endpoint.attach(Arc::<Self>::downgrade(&device));
@@ -233,6 +240,15 @@ impl DeviceInner {
     pub(super) fn at(network: &NetworkInner, gid: Gid) -> Option<Arc<Self>> {
         let node: Arc<dyn Any + Send + Sync> = network.node(gid)?;
         node.downcast().ok()
+    }
+
+    /// Returns all devices of a network, by address.
+    fn all(network: &NetworkInner) -> impl Iterator<Item = Arc<Self>> {
+        let nodes = network.nodes().into_iter();
+        nodes.filter_map(|node| {
+            let node: Arc<dyn Any + Send + Sync> = node;
+            node.downcast().ok()
+        })
     }
 
     pub(super) fn queue_pair(&self, qpn: Qpn) -> Option<Arc<QpInner>> {

@@ -8,10 +8,11 @@ use rdma_provider::types::{AsyncEvent, Gid, Transport};
 use super::DeviceInner;
 use super::dct::DctInner;
 use super::deferred::Deferred;
-use super::pump::Half;
+use super::pump::{Half, deliver};
 use super::queue_pair::QpInner;
 use crate::cm::agent::{self, MANAGEMENT, MANAGEMENT_QKEY};
 use crate::dc::Header;
+use crate::memory::dma::Payload;
 use crate::net::node::{Arrival, Node};
 use crate::roce::ip_fields::Origin;
 use crate::roce::packet::{Body, Packet};
@@ -25,6 +26,24 @@ impl Node for DeviceInner {
             })
             .count();
         answer.flush();
+        unwanted
+    }
+
+    fn receive_multicast(
+        self: Arc<Self>,
+        group: Gid,
+        packets: &mut dyn Iterator<Item = Arrival<'_>>,
+    ) -> usize {
+        let deferred = Deferred::new();
+        let members = self.groups.members(group);
+        let unwanted = packets
+            .filter(|(origin, packet, payload)| {
+                let payload = Payload::Bytes(payload);
+                let members = members.iter().filter(|_| self.is_linked());
+                !deliver(members, packet, (*origin, group), &payload, &deferred)
+            })
+            .count();
+        deferred.run();
         unwanted
     }
 

@@ -10,7 +10,7 @@ use std::sync::Arc;
 
 use rdma_provider::locks::MutexGuard;
 
-use rdma_provider::types::{Access, Data, Gid, Psn, SendWr, Transport};
+use rdma_provider::types::{Access, Data, Gid, Psn, Qpn, SendWr, Transport};
 
 use super::DeviceInner;
 use super::deferred::Deferred;
@@ -357,19 +357,25 @@ impl QpInner {
         let mut out = SendSide { qp: self, deferred };
         let mut gather = Gather::new();
         while let Some(outgoing) = sender.machine.next_packet(&here.keys, &mut gather, &mut out) {
-            if sender.peer_at.gid != outgoing.to.gid || sender.peer_at.qpn != outgoing.to.qpn {
-                sender.peer_at = outgoing.to;
-                sender.peer = None;
+            let group = Some(outgoing.to.gid).filter(|gid| gid.is_multicast());
+            if group.is_none() {
+                let (before, to) = (sender.peer_at, outgoing.to);
+                if before.gid != to.gid || before.qpn != to.qpn {
+                    sender.peer_at = to;
+                    sender.peer = None;
+                }
+                self.find_peer(sender);
             }
-            self.find_peer(sender);
             let payload = payload_of(&sender.machine, &outgoing, &gather);
-            if let Some(peer) = &sender.peer
+            let origin = Origin { gid: here.gid, ip_fields: outgoing.to.ip_fields };
+            if let Some(group) = group {
+                self.send_to_group(&outgoing.packet, (origin, group), &payload, deferred);
+            } else if let Some(peer) = &sender.peer
                 && let Some(mut receiver) = peer.reached_from(here)
             {
                 let ReceiverHalf { device: there, machine: responder, .. } = &mut *receiver;
                 let mut peer_out = ReceiveSide { qp: peer, deferred };
                 let packet = &outgoing.packet;
-                let origin = Origin { gid: here.gid, ip_fields: outgoing.to.ip_fields };
                 responder.on_request(packet, origin, &payload, &there.keys, &mut peer_out);
             }
             budget.spend(payload.len());
@@ -380,6 +386,23 @@ impl QpInner {
             }
         }
         false
+    }
+
+    /// Delivers a datagram to the members of a group in this process, of all devices.
+    fn send_to_group(
+        &self,
+        packet: &Packet,
+        (origin, group): (Origin, Gid),
+        payload: &Payload<'_, '_>,
+        deferred: &Deferred,
+    ) {
+        let here = &self.device;
+        for there in DeviceInner::all(&here.network) {
+            let linked = here.is_linked() && there.is_linked();
+            let members = there.groups.members(group);
+            let members = members.iter().filter(|_| linked);
+            deliver(members, packet, (origin, group), payload, deferred);
+        }
     }
 
     /// Replaces a missing or destroyed `sender.peer`.
@@ -634,6 +657,28 @@ impl Scheduled for QpInner {
         }
         deferred.run();
     }
+}
+
+/// Delivers a datagram to each of `members`. Returns false if there are none, or if it is not
+/// addressed to a group.
+pub(super) fn deliver<'a>(
+    members: impl Iterator<Item = &'a Arc<QpInner>>,
+    packet: &Packet,
+    route: (Origin, Gid),
+    payload: &Payload<'_, '_>,
+    deferred: &Deferred,
+) -> bool {
+    let mut any = false;
+    for qp in members.filter(|_| packet.dest == Qpn::MULTICAST) {
+        let mut receiver = qp.receiver.lock();
+        if qp.is_destroyed() {
+            continue;
+        }
+        any = true;
+        let (keys, mut out) = (&qp.device.keys, ReceiveSide { qp, deferred });
+        receiver.machine.on_multicast(packet, route, payload, keys, &mut out);
+    }
+    any
 }
 
 #[inline]

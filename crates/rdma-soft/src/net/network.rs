@@ -1,6 +1,6 @@
 //! A network of devices, with its clock and fault model, in this process or over UDP.
 
-use std::collections::HashMap;
+use std::collections::{BTreeMap, HashMap};
 use std::fmt;
 use std::net::{IpAddr, Ipv4Addr};
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -11,6 +11,7 @@ use rdma_provider::locks::{Mutex, RwLock};
 use std::time::{Duration, Instant};
 
 use rdma_provider::VerbError;
+use smallvec::SmallVec;
 
 use crate::{OpenError, UdpError};
 use rdma_provider::types::Gid;
@@ -49,7 +50,8 @@ pub struct Network(pub(crate) Arc<NetworkInner>);
 pub(crate) struct NetworkInner {
     /// Permanent addresses. The lock is held while a device is created.
     pub(crate) names: Mutex<HashMap<String, Gid>>,
-    nodes: RwLock<HashMap<Gid, Weak<dyn Node>>>,
+    /// Ordered, so that simulated runs are reproducible.
+    nodes: RwLock<BTreeMap<Gid, Weak<dyn Node>>>,
     /// The scheduler delivers packets. Never reset: direct copies would overtake them.
     queued: AtomicBool,
     link: Mutex<Link>,
@@ -371,6 +373,11 @@ impl NetworkInner {
         self.nodes.read().get(&gid)?.upgrade()
     }
 
+    /// Returns all nodes, by address.
+    pub(crate) fn nodes(&self) -> SmallVec<[Arc<dyn Node>; 8]> {
+        self.nodes.read().values().filter_map(Weak::upgrade).collect()
+    }
+
     pub(crate) fn add_node(&self, gid: Gid, node: Weak<dyn Node>) {
         self.nodes.write().insert(gid, node);
     }
@@ -454,7 +461,6 @@ impl Delivery {
             endpoint.send_sealed(&self.image, (destination, self.ip_fields));
             return;
         }
-        let Some(node) = network.node(destination) else { return };
         let (packet, payload) = match packet::unseal(&self.image).and_then(Packet::parse) {
             Ok(parsed) => parsed,
             Err(error) => {
@@ -467,7 +473,14 @@ impl Delivery {
         };
         rdma_provider::trace!(%source, ?packet, "packet arrived");
         let origin = Origin { gid: source, ip_fields: self.ip_fields };
-        node.receive(&mut std::iter::once((origin, packet, payload)));
+        let arrival = (origin, packet, payload);
+        if destination.is_multicast() {
+            for node in network.nodes() {
+                node.receive_multicast(destination, &mut std::iter::once(arrival));
+            }
+        } else if let Some(node) = network.node(destination) {
+            node.receive(&mut std::iter::once(arrival));
+        }
     }
 }
 

@@ -19,6 +19,13 @@ pub(crate) trait Node: Any + Send + Sync {
     /// Processes packets. Returns the number of those that it has no use for.
     fn receive(self: Arc<Self>, packets: &mut dyn Iterator<Item = Arrival<'_>>) -> usize;
 
+    /// Processes packets to a multicast group, in the same way.
+    fn receive_multicast(
+        self: Arc<Self>,
+        group: Gid,
+        packets: &mut dyn Iterator<Item = Arrival<'_>>,
+    ) -> usize;
+
     /// Processes a report that no process at `peer` has the port to which `payload` was sent.
     fn on_refusal(self: Arc<Self>, peer: Gid, payload: &[u8]);
 

@@ -260,6 +260,22 @@ impl contract::Qp for Qp {
         result
     }
 
+    fn attach_multicast(&self, group: Gid, _lid: u16) -> Result<(), VerbError> {
+        const VERB: &str = "ibv_attach_mcast";
+        let (qp, device) = (&self.0, &self.0.device);
+        device.check_alive(VERB)?;
+        if qp.transport != Transport::Ud || !group.is_multicast() {
+            return Err(VerbError::new(VERB, VerbError::EINVAL));
+        }
+        let join = || device.endpoint().map(|endpoint| endpoint.join(group)).transpose();
+        device.groups.attach(group, (qp.qpn, qp), join)
+    }
+
+    fn detach_multicast(&self, group: Gid, _lid: u16) -> Result<(), VerbError> {
+        let detached = self.0.device.groups.detach(group, self.0.qpn);
+        if detached { Ok(()) } else { Err(VerbError::new("ibv_detach_mcast", VerbError::EINVAL)) }
+    }
+
     fn query(&self) -> Result<(QpState, QpAttr), VerbError> {
         let sender = self.0.sender.lock();
         let receiver = self.0.receiver.lock();
@@ -315,6 +331,9 @@ const fn refuse(verb: &'static str, posted: usize, errno: i32) -> Result<(), Pos
 impl Drop for Qp {
     fn drop(&mut self) {
         let qp = &self.0;
+        if qp.transport == Transport::Ud {
+            qp.device.groups.detach_all(qp.qpn);
+        }
         let deferred = Deferred::new();
         let (peer, counters) = {
             let mut sender = qp.sender.lock();

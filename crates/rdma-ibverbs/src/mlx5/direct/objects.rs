@@ -9,7 +9,7 @@ use rdma_provider::VerbError;
 use rdma_sys::*;
 
 use super::layout::Route;
-use crate::mlx5::library;
+use crate::library::Library;
 use crate::sys;
 
 type InitObj = unsafe extern "C" fn(*mut mlx5dv_obj, u64) -> c_int;
@@ -33,14 +33,14 @@ pub(super) const HASH: u32 = MLX5DV_CQE_RES_FORMAT_HASH;
 pub(super) fn init_obj() -> Option<InitObj> {
     static FUNCTION: OnceLock<Option<InitObj>> = OnceLock::new();
     // SAFETY: S3: the function has this signature, mlx5dv.h.
-    unsafe { library::cached(&FUNCTION, c"mlx5dv_init_obj") }
+    unsafe { Library::Mlx5.cached(&FUNCTION, c"mlx5dv_init_obj") }
 }
 
 /// Returns `mlx5dv_create_cq`, which the binding lacks; `None` without libmlx5.
 pub(super) fn create_cq() -> Option<CreateCq> {
     static FUNCTION: OnceLock<Option<CreateCq>> = OnceLock::new();
     // SAFETY: S3: the function has this signature, mlx5dv.h.
-    unsafe { library::cached(&FUNCTION, c"mlx5dv_create_cq") }
+    unsafe { Library::Mlx5.cached(&FUNCTION, c"mlx5dv_create_cq") }
 }
 
 /// The arguments of `ibv_create_cq(3)`.

@@ -40,7 +40,7 @@ const SMALLEST_ROUTE: usize = 1280;
 /// Maximum batches kept for reuse.
 const SPARE: usize = 8;
 /// Delay before a retry; the kernel may be out of memory.
-const RETRY_DELAY: Duration = Duration::from_millis(10);
+pub(super) const RETRY_DELAY: Duration = Duration::from_millis(10);
 const BIND_RETRIES: u32 = 10;
 /// Maximum receives of a caller before the thread takes over: runtime threads have other work.
 const ROUNDS: u32 = 4;
@@ -349,8 +349,25 @@ impl Endpoint {
         }
     }
 
+    pub(super) const fn local(&self) -> SocketAddr {
+        self.socket.local()
+    }
+
+    /// Processes packets to the multicast group `group`.
+    pub(super) fn on_group_inbox(&self, inbox: &Inbox, group: SocketAddr) {
+        let datagrams = inbox.datagrams();
+        let mut packets = datagrams.filter_map(|datagram| self.check_datagram(datagram, group));
+        let unwanted = match self.node() {
+            Some(node) => node.receive_multicast(Gid::from(group.ip()), &mut packets),
+            None => packets.count(),
+        };
+        add(&self.counters.unwanted, unwanted as u64);
+    }
+
     fn on_inbox(&self, inbox: &Inbox, node: Option<&Arc<dyn Node>>) {
-        let mut packets = inbox.datagrams().filter_map(|datagram| self.check_datagram(datagram));
+        let local = self.socket.local();
+        let datagrams = inbox.datagrams();
+        let mut packets = datagrams.filter_map(|datagram| self.check_datagram(datagram, local));
         let unwanted = match node {
             Some(node) => Arc::clone(node).receive(&mut packets),
             None => packets.count(),
@@ -403,7 +420,11 @@ impl Endpoint {
     }
 
     /// Counts a datagram, and returns its packet if it is allowed and intact.
-    fn check_datagram<'a>(&self, datagram: Datagram<'a>) -> Option<Arrival<'a>> {
+    fn check_datagram<'a>(
+        &self,
+        datagram: Datagram<'a>,
+        destination: SocketAddr,
+    ) -> Option<Arrival<'a>> {
         let Datagram { source, ip_fields, segment, bytes } = datagram;
         add(&self.counters.received, 1);
         let ip = source.ip().to_canonical();
@@ -413,12 +434,11 @@ impl Endpoint {
             add(&self.counters.unwanted, 1);
             return None;
         };
-        let local = self.socket.local();
         let header = Header {
             source: ip,
             source_port: source.port(),
-            destination: local.ip(),
-            destination_port: local.port(),
+            destination: destination.ip(),
+            destination_port: destination.port(),
         };
         if !header.verify(covered, u32::from_le_bytes(*check), segment) {
             rdma_provider::trace!(%source, "packet with a wrong ICRC dropped");
@@ -446,14 +466,14 @@ fn on_refusal(node: &Arc<dyn Node>, to: SocketAddr, packet: &[u8]) {
 }
 
 /// A guard that kills the device when receiving panics.
-struct PanicGuard<'a> {
+pub(super) struct PanicGuard<'a> {
     endpoint: &'a Endpoint,
     /// Panicking before: callers may be in destructors.
     panicking: bool,
 }
 
 impl<'a> PanicGuard<'a> {
-    fn new(endpoint: &'a Endpoint) -> Self {
+    pub(super) fn new(endpoint: &'a Endpoint) -> Self {
         Self { endpoint, panicking: thread::panicking() }
     }
 }

@@ -31,6 +31,13 @@ pub(super) fn scope_of(address: IpAddr) -> u32 {
     indices.filter_map(|interface| interface.index).min().unwrap_or(0)
 }
 
+/// Returns the index of the interface that has `address`, or 0 if none has it.
+pub(super) fn index_of(address: IpAddr) -> u32 {
+    let Some(name) = interface_at(address) else { return 0 };
+    let index = fs::read_to_string(Path::new("/sys/class/net").join(name).join("ifindex"));
+    index.ok().and_then(|text| text.trim().parse().ok()).unwrap_or(0)
+}
+
 /// Returns the interface's MTU in bytes of an IP packet.
 pub(crate) fn mtu_at(address: IpAddr) -> Option<usize> {
     let directory = Path::new("/sys/class/net").join(interface_at(address)?);

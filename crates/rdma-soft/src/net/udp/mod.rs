@@ -17,6 +17,7 @@ mod endpoint;
 mod error;
 mod inbox_lock;
 pub(crate) mod interface;
+mod membership;
 mod pace;
 mod peer_link;
 #[cfg_attr(not(target_os = "linux"), path = "socket_elsewhere.rs")]
@@ -29,5 +30,6 @@ pub(crate) use batch::Batch;
 pub use config::UdpConfig;
 pub(crate) use endpoint::Endpoint;
 pub use error::UdpError;
+pub(crate) use membership::Membership;
 pub(crate) use pace::Pace;
 pub(crate) use peer_link::WindowSlot;

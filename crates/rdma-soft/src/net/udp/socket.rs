@@ -10,16 +10,19 @@
 use std::io;
 use std::mem::{self, MaybeUninit};
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, SocketAddrV4, SocketAddrV6, UdpSocket};
-use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
 use std::ptr;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use libc::{c_int, c_short, c_void, sockaddr_in, sockaddr_in6, sockaddr_storage, socklen_t};
 
+use rdma_provider::types::AddressVector;
+
 use super::batch::{Batch, GROUPS};
 use super::control_messages::{
     ErrorControl, ReceiveControls, SendControls, is_closed_port, read_controls, write_controls,
 };
+use super::interface::index_of;
 use crate::roce::ip_fields::IpFields;
 
 /// Maximum messages per receive.
@@ -28,6 +31,9 @@ const MESSAGES: usize = 16;
 const MAX_MESSAGE: usize = 1 << 16;
 /// Requested buffer, limited by `net.core.rmem_max`.
 const RECEIVE_BUFFER: c_int = 4 << 20;
+
+/// Hop limit of multicast, as of unicast.
+const HOPS: c_int = AddressVector::DEFAULT_HOP_LIMIT as c_int;
 
 /// Bytes kept of a packet that its host has refused. A connection request is shorter.
 const QUOTE: usize = 512;
@@ -45,7 +51,70 @@ pub(super) struct Socket {
 
 impl Socket {
     pub(super) fn bind(address: SocketAddr) -> io::Result<Self> {
-        let udp = UdpSocket::bind(address)?;
+        let socket = Self::new(UdpSocket::bind(address)?)?;
+        // Multicast leaves by the interface of the address, with the hop limit of unicast.
+        // Optional: an interface may lack multicast.
+        let options = match address.ip() {
+            IpAddr::V4(ip) => [
+                (libc::IPPROTO_IP, libc::IP_MULTICAST_IF, c_int::from_ne_bytes(ip.octets())),
+                (libc::IPPROTO_IP, libc::IP_MULTICAST_TTL, HOPS),
+            ],
+            IpAddr::V6(_) => [
+                (libc::IPPROTO_IPV6, libc::IPV6_MULTICAST_IF, index_of(address.ip()) as c_int),
+                (libc::IPPROTO_IPV6, libc::IPV6_MULTICAST_HOPS, HOPS),
+            ],
+        };
+        for (level, option, value) in options {
+            if let Err(error) = socket.set(level, option, value) {
+                rdma_provider::debug!(
+                    %address,
+                    option,
+                    %error,
+                    "failed to set socket option; packets to multicast groups may be lost"
+                );
+            }
+        }
+        Ok(socket)
+    }
+
+    /// Binds `group`, beside the sockets of other members, and joins it on the interface that has
+    /// the address `own` and the index `interface`.
+    pub(super) fn join(group: SocketAddr, own: IpAddr, interface: u32) -> io::Result<Self> {
+        let family = if group.is_ipv4() { libc::AF_INET } else { libc::AF_INET6 };
+        // SAFETY: S4: without memory. The descriptor is new, so nothing else owns it.
+        let udp = unsafe {
+            let fd = libc::socket(family, libc::SOCK_DGRAM | libc::SOCK_CLOEXEC, 0);
+            if fd < 0 {
+                return Err(io::Error::last_os_error());
+            }
+            UdpSocket::from(OwnedFd::from_raw_fd(fd))
+        };
+        set(&udp, libc::SOL_SOCKET, libc::SO_REUSEADDR, 1)?;
+        let (mut group, ip) = (group, group.ip());
+        if let SocketAddr::V6(v6) = &mut group {
+            // Groups of a link have an interface.
+            v6.set_scope_id(interface);
+            set(&udp, libc::SOL_SOCKET, libc::SO_BINDTOIFINDEX, interface as c_int)?;
+        }
+        let mut name = MaybeUninit::<sockaddr_storage>::zeroed();
+        let length = write_address(group, 0, &mut name);
+        // SAFETY: S4: the kernel reads `length` bytes of the address.
+        if unsafe { libc::bind(udp.as_raw_fd(), name.as_ptr().cast(), length) } < 0 {
+            return Err(io::Error::last_os_error());
+        }
+        // Only packets that arrive at the interface, whatever other sockets have joined.
+        match (ip, own) {
+            (IpAddr::V4(ip), IpAddr::V4(own)) => {
+                set(&udp, libc::IPPROTO_IP, libc::IP_MULTICAST_ALL, 0)?;
+                udp.join_multicast_v4(&ip, &own)?;
+            }
+            (IpAddr::V6(ip), _) => udp.join_multicast_v6(&ip, interface)?,
+            (IpAddr::V4(_), IpAddr::V6(_)) => return Err(io::ErrorKind::InvalidInput.into()),
+        }
+        Self::new(udp)
+    }
+
+    fn new(udp: UdpSocket) -> io::Result<Self> {
         // A blocking receive could miss packets while another thread polls: asked whether a
         // blocking socket is readable, Linux moves packets to a queue that the sleeping receiver
         // has already checked (`first_packet_length` in net/ipv4/udp.c). Seen on 6.1 with UC
@@ -129,18 +198,7 @@ impl Socket {
     }
 
     fn set(&self, level: c_int, option: c_int, value: c_int) -> io::Result<()> {
-        let length = mem::size_of::<c_int>() as socklen_t;
-        // SAFETY: S4: the kernel reads `length` bytes of `value`.
-        let result = unsafe {
-            libc::setsockopt(
-                self.udp.as_raw_fd(),
-                level,
-                option,
-                (&raw const value).cast::<c_void>(),
-                length,
-            )
-        };
-        if result < 0 { Err(io::Error::last_os_error()) } else { Ok(()) }
+        set(&self.udp, level, option, value)
     }
 
     /// Limits the buffer like `net.core.rmem_max`.
@@ -338,6 +396,21 @@ impl Socket {
         // SAFETY: S4: no memory is passed. It wakes receivers despite ENOTCONN (`shutdown(2)`).
         unsafe { libc::shutdown(self.udp.as_raw_fd(), libc::SHUT_RD) };
     }
+}
+
+fn set(socket: &UdpSocket, level: c_int, option: c_int, value: c_int) -> io::Result<()> {
+    let length = mem::size_of::<c_int>() as socklen_t;
+    // SAFETY: S4: the kernel reads `length` bytes of `value`.
+    let result = unsafe {
+        libc::setsockopt(
+            socket.as_raw_fd(),
+            level,
+            option,
+            (&raw const value).cast::<c_void>(),
+            length,
+        )
+    };
+    if result < 0 { Err(io::Error::last_os_error()) } else { Ok(()) }
 }
 
 /// Buffers for received messages.

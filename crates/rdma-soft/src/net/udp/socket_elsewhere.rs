@@ -1,7 +1,7 @@
 //! Socket stub for systems that, unlike Linux, do not define the IPv4 identification.
 
 use std::io;
-use std::net::SocketAddr;
+use std::net::{IpAddr, SocketAddr};
 use std::os::fd::BorrowedFd;
 
 use super::batch::Batch;
@@ -13,6 +13,10 @@ pub(super) enum Socket {}
 
 impl Socket {
     pub(super) fn bind(_: SocketAddr) -> io::Result<Self> {
+        Err(io::Error::from(io::ErrorKind::Unsupported))
+    }
+
+    pub(super) fn join(_: SocketAddr, _: IpAddr, _: u32) -> io::Result<Self> {
         Err(io::Error::from(io::ErrorKind::Unsupported))
     }
 

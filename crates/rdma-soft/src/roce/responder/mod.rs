@@ -281,13 +281,7 @@ impl Responder {
         keys: &Keys,
         out: &mut impl Receiver,
     ) {
-        if !self.is_receiving() || packet.transport != self.config.transport {
-            self.counters.dropped += 1;
-            return;
-        }
-        if !may_communicate(self.config.pkey, packet.pkey) {
-            self.counters.dropped += 1;
-            out.count_bad_pkey();
+        if !self.admits(packet, out) {
             return;
         }
         if self.config.transport != Transport::Ud {
@@ -305,8 +299,25 @@ impl Responder {
             // A DC initiator gets no requests.
             Transport::Dci => self.counters.dropped += 1,
             Transport::Uc => self.on_unreliable(packet, payload, keys, out),
-            Transport::Ud => self.on_datagram(packet, origin, payload, keys, out),
+            Transport::Ud => {
+                self.on_datagram(packet, (origin, self.config.gid), payload, keys, out);
+            }
         }
+    }
+
+    /// Returns whether state, transport and partition admit a packet; counts it if not.
+    #[inline]
+    fn admits(&mut self, packet: &Packet, out: &mut impl Receiver) -> bool {
+        if !self.is_receiving() || packet.transport != self.config.transport {
+            self.counters.dropped += 1;
+            return false;
+        }
+        if !may_communicate(self.config.pkey, packet.pkey) {
+            self.counters.dropped += 1;
+            out.count_bad_pkey();
+            return false;
+        }
+        true
     }
 
     /// Returns the next reply, with its payload in `gather`, which is empty.

@@ -74,10 +74,24 @@ impl Responder {
         }
     }
 
+    /// Handles a datagram to a multicast group to which the queue pair is attached.
+    pub(crate) fn on_multicast(
+        &mut self,
+        packet: &Packet,
+        (origin, group): (Origin, Gid),
+        payload: &Payload<'_, '_>,
+        keys: &Keys,
+        out: &mut impl Receiver,
+    ) {
+        if self.admits(packet, out) {
+            self.on_datagram(packet, (origin, group), payload, keys, out);
+        }
+    }
+
     pub(super) fn on_datagram(
         &mut self,
         packet: &Packet,
-        origin: Origin,
+        (origin, destination): (Origin, Gid),
         payload: &Payload<'_, '_>,
         keys: &Keys,
         out: &mut impl Receiver,
@@ -98,7 +112,7 @@ impl Responder {
             self.fail_receive(WcStatus::LOC_LEN_ERR, out);
             return;
         }
-        let header = routing_header(origin, self.config.gid, len);
+        let header = routing_header(origin, destination, len);
         self.received = 0;
         let filled = self
             .fill_receive(&Payload::Bytes(&header), keys)

@@ -99,6 +99,46 @@ fn packets_carry_the_ip_fields_of_their_path() {
 }
 
 #[test]
+fn members_of_a_group_receive_each_packet_on_their_interface() {
+    // Groups of this process, on the loopback interface.
+    let [b, c] = (std::process::id() as u16).to_be_bytes();
+    for (ip, group) in [
+        (Ipv4Addr::LOCALHOST.into(), IpAddr::from([239, 254, b, c])),
+        (
+            IpAddr::V6(Ipv6Addr::LOCALHOST),
+            IpAddr::from([0xff15, 0, 0, 0, 0, 0, 0xfe, 0x0100 | u16::from(c)]),
+        ),
+    ] {
+        let (from, _) = pair(ip);
+        let port = from.local().port();
+        let to = SocketAddr::new(group, port);
+        let join = || Socket::join(to, ip, index_of(ip)).unwrap();
+        let members = [join(), join()];
+        let header =
+            Header { source: ip, source_port: port, destination: group, destination_port: port };
+        let mut batch = Batch::new();
+        let plain = IpFields::default();
+        batch.push(&header, (to, plain), true, |out| out.extend_from_slice(&[7; 12]));
+        if let Err((_, error)) = from.send(&batch) {
+            // `ip -6 route add local ff00::/8 dev lo` adds the route.
+            assert!(ip.is_ipv6() && error.raw_os_error() == Some(libc::ENETUNREACH), "{error}");
+            continue;
+        }
+        for member in &members {
+            let mut inbox = Inbox::new();
+            member.receive(&mut inbox, true).unwrap();
+            let Datagram { source, segment, bytes, .. } = inbox.datagrams().next().unwrap();
+            let (covered, check) = bytes.split_last_chunk::<4>().unwrap();
+            assert_eq!((source.ip(), covered), (ip, &[7; 12][..]));
+            assert!(header.verify(covered, u32::from_le_bytes(*check), segment));
+        }
+        drop(members);
+        from.send(&batch).unwrap();
+        assert!(!from.is_readable(), "a socket of the address receives no multicast");
+    }
+}
+
+#[test]
 fn closed_port_is_reported_with_the_packet_and_impedes_no_other() {
     for ip in [IpAddr::V4(Ipv4Addr::LOCALHOST), IpAddr::V6(Ipv6Addr::LOCALHOST)] {
         let (from, to) = pair(ip);
