@@ -9,7 +9,7 @@
 
 use std::borrow::Borrow;
 use std::collections::BTreeMap;
-use std::net::SocketAddr;
+use std::net::{IpAddr, SocketAddr};
 use std::os::fd::BorrowedFd;
 use std::ptr::NonNull;
 use std::sync::Arc;
@@ -443,6 +443,10 @@ impl cm_contract::CmChannel<Any> for CmChannel {
     fn create_id(&self) -> Result<CmId, VerbError> {
         make!(self, CmId, inner => inner.create_id())
     }
+
+    fn create_datagram_id(&self) -> Result<CmId, VerbError> {
+        make!(self, CmId, inner => inner.create_datagram_id())
+    }
 }
 
 impl cm_contract::CmId for CmId {
@@ -465,6 +469,7 @@ impl cm_contract::CmId for CmId {
         fn reject(private_data: &[u8]) -> Result<(), VerbError>;
         fn establish() -> Result<(), VerbError>;
         fn disconnect() -> Result<(), VerbError>;
+        fn join_multicast(group: IpAddr) -> Result<(), VerbError>;
         fn qp_attr(state: QpState) -> Result<QpAttr, VerbError>;
         fn local_addr() -> Option<SocketAddr>;
         fn peer_addr() -> Option<SocketAddr>;

@@ -164,6 +164,8 @@ pub enum ConnectStep {
     Disconnect,
     /// Waits for the end of TIMEWAIT after a disconnect.
     Timewait,
+    /// Joins a multicast group.
+    Join,
 }
 
 impl ConnectError {
@@ -375,6 +377,7 @@ impl fmt::Display for ConnectAttempt {
             ConnectStep::Timewait => {
                 write!(f, "waiting for the end of TIMEWAIT of the connection to {address}")
             }
+            ConnectStep::Join => write!(f, "joining multicast group {}", address.ip()),
         }
     }
 }
@@ -394,6 +397,7 @@ impl fmt::Display for ConnectStep {
             Self::Reject => "rejection of the request",
             Self::Disconnect => "answer to the disconnect request",
             Self::Timewait => "end of TIMEWAIT",
+            Self::Join => "joining of a multicast group",
         })
     }
 }

@@ -8,7 +8,7 @@ use crate::dispatch::{Any, CmId};
 use crate::op::{QueuePair, WeakQueuePair};
 use crate::types::{QpAttr, QpState, RejectReason};
 use crate::waiters::{Caller, Ticket, Waiters};
-use rdma_provider::cm_contract::{CmEventKind, CmPeer};
+use rdma_provider::cm_contract::{CmDatagram, CmEventKind, CmPeer};
 
 use super::disconnection::Disconnection;
 
@@ -20,6 +20,7 @@ pub(super) struct IdState {
     pub(super) route: Option<Result<(), i32>>,
     pub(super) response: Option<CmPeer>,
     pub(super) established: bool,
+    pub(super) joined: Option<Result<CmDatagram, i32>>,
     pub(super) end: Option<EndReason>,
     /// The peer's connection manager knows of the end, or cannot be notified. False after an
     /// address change or a failed probe.
@@ -219,6 +220,8 @@ impl IdState {
             CmEventKind::RouteError(errno) => self.route = Some(Err(errno)),
             CmEventKind::ConnectResponse(peer) => self.response = Some(peer),
             CmEventKind::Established => self.established = true,
+            CmEventKind::Joined(group) => self.joined = Some(Ok(group)),
+            CmEventKind::JoinError(errno) => self.joined = Some(Err(errno)),
             CmEventKind::Rejected { reason, private_data } => {
                 end = Some(EndReason::Rejected { reason, private_data });
             }

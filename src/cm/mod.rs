@@ -1,4 +1,4 @@
-//! Connections by IP address: listen, resolve a route, connect, disconnect.
+//! Connections by IP address: listen, resolve a route, connect, disconnect; and multicast groups.
 //!
 //! ```text
 //!  Listener::bind ─▶ accept ─▶ ConnectionRequest ─▶ prepare a queue pair ─▶ accept ─▶ CmConnection
@@ -65,6 +65,7 @@ mod event_reactor;
 mod inbox;
 mod keepalive;
 mod listener;
+mod multicast;
 mod path;
 mod router;
 
@@ -76,5 +77,6 @@ pub use error::{ConnectAttempt, ConnectError, ConnectStep};
 pub(crate) use error::{FOR_MESSAGES, FOR_STREAMS};
 pub(crate) use listener::PendingRequests;
 pub use listener::{ConnectionRequest, Listener};
+pub use multicast::MulticastGroup;
 
 pub use crate::types::RejectReason;

@@ -130,6 +130,11 @@ impl Router {
         self.channel.create_id()
     }
 
+    /// Creates an id for datagrams; does not block either.
+    pub(super) fn create_datagram_id(&self) -> Result<CmId, VerbError> {
+        self.channel.create_datagram_id()
+    }
+
     pub(super) fn watch(self: &Arc<Self>) -> Result<(), NoRuntime> {
         self.reactors.watch(self)
     }

@@ -320,6 +320,7 @@ fn of_connecting() {
             ConnectStep::Disconnect,
         ],
         ConnectStep::Timewait => [ConnectStep::Timewait],
+        ConnectStep::Join => [ConnectStep::Join],
     });
     texts!(ConnectAttempt, display, {
         ConnectAttempt { step: ConnectStep::Lookup, .. } => [
@@ -357,6 +358,9 @@ fn of_connecting() {
         ],
         ConnectAttempt { step: ConnectStep::Timewait, .. } => [
             at(ConnectStep::Timewait),
+        ],
+        ConnectAttempt { step: ConnectStep::Join, .. } => [
+            at(ConnectStep::Join),
         ],
     });
     let attempt = at(ConnectStep::Response);

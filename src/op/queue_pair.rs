@@ -261,6 +261,10 @@ impl QueuePair {
         self.modify(&QpAttr { sq_psn: Some(self.inner.psn()), ..QpAttr::to_state(QpState::Rts) })
     }
 
+    pub(crate) fn check_group(&self, group: Gid) -> Result<(), SetupError> {
+        self.inner.core.qp()?.check_group(group)
+    }
+
     /// Refuses a peer of the other address family: a packet has one family.
     pub(crate) fn check_family(&self, peer: Gid) -> Result<(), SetupError> {
         let gid = self.inner.local.gid;
@@ -345,7 +349,8 @@ impl QueuePair {
         Ok(self.inner.core.qp()?.query()?)
     }
 
-    /// Attaches a datagram queue pair to a multicast group, `ibv_attach_mcast(3)`.
+    /// Attaches a datagram queue pair to a multicast group without joining it in the network,
+    /// `ibv_attach_mcast(3)`. [`join_multicast`](Self::join_multicast) does both.
     ///
     /// # Errors
     ///

@@ -284,7 +284,8 @@ impl Qp {
     /// queue pair's own datagrams, too.
     ///
     /// The network may forward the group's datagrams only to its members. The software device
-    /// becomes one; for adapters and SoftRoCE, the connection manager must join the group.
+    /// becomes one; for adapters and SoftRoCE,
+    /// [`QueuePair::join_multicast`](crate::QueuePair::join_multicast) asks the network.
     ///
     /// # Errors
     ///
@@ -323,7 +324,7 @@ impl Qp {
         Ok(self.raw.detach_multicast(group, lid)?)
     }
 
-    fn check_group(&self, group: Gid) -> Result<(), SetupError> {
+    pub(crate) fn check_group(&self, group: Gid) -> Result<(), SetupError> {
         if self.transport != Transport::Ud {
             let what = "transports of the queue pair and multicast";
             let ours = format!("{:?}", self.transport);

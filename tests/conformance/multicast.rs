@@ -1,18 +1,25 @@
 //! Datagrams to multicast groups.
 
 use std::net::Ipv4Addr;
+use std::sync::atomic::{AtomicU8, Ordering};
 
+use tokio_rdma::cm::{ConnectError, ConnectStep, MulticastGroup};
 use tokio_rdma::error::SetupError;
 use tokio_rdma::types::{AddressVector, Gid, Qkey, QpState, Qpn, Transport, WcFlags, WcStatus};
 use tokio_rdma::verbs::Qp;
 
+use crate::common::pair::{self, Pair, Shape};
 use crate::common::raw::{End, Options, QKEY, address_of, connected, outcome, settle};
-use crate::common::{Memory, Setup, hardware, skip};
+use crate::common::{
+    Memory, Setup, hardware, in_every_mode, skip, skip_on_emulated_device, within,
+};
 
-/// Returns a group that no other network uses: the address of a device of the test, which is
-/// unique, in 239.0.0.0/8.
+/// Returns a group that no other test uses. Networks over UDP share groups, but no addresses; tests
+/// on a real device share its address.
 fn group_of(setup: &Setup) -> Gid {
+    static TESTS: AtomicU8 = AtomicU8::new(0);
     let Gid([.., b, c, d]) = address_of(&setup.a).dgid;
+    let d = if setup.is_software() { d } else { TESTS.fetch_add(1, Ordering::Relaxed) };
     Ipv4Addr::new(239, b, c, d).into()
 }
 
@@ -87,8 +94,6 @@ fn group_delivers_a_copy_to_each_attached_queue_pair() {
     assert_eq!(outcome(&second.received(1)), [(2, WcStatus::SUCCESS)]);
     assert_eq!(arrived(), [0, 0, 0]);
     second.qp.detach_multicast(group, 0).unwrap();
-    send(Qpn::MULTICAST, QKEY);
-    assert_eq!(arrived(), [0, 0, 0]);
     other.qp.attach_multicast(group, 0).unwrap();
     send(Qpn::MULTICAST, QKEY);
     assert_eq!(outcome(&other.received(1)), [(1, WcStatus::SUCCESS)]);
@@ -184,4 +189,86 @@ fn group_beyond_the_limits_of_the_device_is_refused() {
     more.qp.attach_multicast(nth(0), 0).unwrap();
     a.qp.detach_multicast(nth(1), 0).unwrap();
     a.qp.attach_multicast(group, 0).unwrap();
+}
+
+in_every_mode! {
+    member_receives_until_it_leaves,
+    join_of_no_group_or_on_another_transport_is_refused,
+}
+
+async fn member_receives_until_it_leaves(mode: &str) {
+    const TEST: &str = "member_receives_until_it_leaves";
+    if skip_on_emulated_device(TEST, "its commands lack multicast") {
+        return;
+    }
+    let pair = Pair::shaped(Setup::new(), &Shape::new(Transport::Ud, mode));
+    let Pair { a, b, .. } = &pair;
+    let gid = group_of(&pair.setup);
+    let join = async |side: &pair::Side| side.qp.join_multicast(gid.to_ip()).await.unwrap();
+    let group = within("a join", join(b)).await;
+    assert_eq!((group.gid(), group.qkey()), (gid, Qkey::RDMA_UDP));
+    // A route from the membership, and one from the address of the group.
+    let sending = within("a join", join(a)).await;
+    let of_group = sending.address_handle(&a.pd).unwrap();
+    let (port, entry) = a.pd.device().default_path().unwrap();
+    let made = AddressVector::new(port.port, entry.index, gid);
+    let made = a.pd.address_handle(&made).unwrap();
+    drop(sending);
+    for route in [&of_group, &made] {
+        let received = b.qp.recv(b.blank(100));
+        a.qp.send_to(a.buffer(b"to all"), route, Qpn::MULTICAST, pair::QKEY).await.unwrap();
+        let received = within("a datagram to the group", received).await.unwrap();
+        assert_eq!(received.buffer[40..], *b"to all");
+        let sender = received.sender().unwrap();
+        assert_eq!((sender.qpn, sender.gid), (a.qp.qpn(), Some(a.qp.endpoint().gid)));
+        assert_eq!(sender.destination, Some(gid));
+        // To the sender alone.
+        let answer = a.qp.recv(a.blank(100));
+        let back = sender.address_handle(&b.pd).unwrap();
+        b.qp.send_to(b.buffer(b"answer"), &back, sender.qpn, pair::QKEY).await.unwrap();
+        assert_eq!(within("the answer", answer).await.unwrap().buffer[40..], *b"answer");
+    }
+    drop(group);
+    assert!(matches!(b.qp.detach_multicast(gid, 0), Err(SetupError::Verb(_))), "not attached");
+    let again = within("a join", join(b)).await;
+    let received = b.qp.recv(b.blank(100));
+    a.qp.send_to(a.buffer(b"again"), &made, Qpn::MULTICAST, pair::QKEY).await.unwrap();
+    assert_eq!(within("a datagram", received).await.unwrap().buffer[40..], *b"again");
+    // The queue pair leaves before its membership.
+    b.qp.clone().close().await;
+    drop(again);
+}
+
+async fn join_of_no_group_or_on_another_transport_is_refused(mode: &str) {
+    const TEST: &str = "join_of_no_group_or_on_another_transport_is_refused";
+    if skip_on_emulated_device(TEST, "it is an InfiniBand port without librdmacm") {
+        return;
+    }
+    let pair = Pair::shaped(Setup::new(), &Shape::new(Transport::Ud, mode));
+    let join = async |side: &pair::Side, group: Ipv4Addr| {
+        side.qp.join_multicast(group.into()).await.map(drop).unwrap_err()
+    };
+    let refused = join(&pair.a, Ipv4Addr::LOCALHOST).await;
+    assert_eq!(refused.step(), Some(ConnectStep::Join));
+    let expected = SetupError::NotMulticast { group: Ipv4Addr::LOCALHOST.into() };
+    assert!(
+        matches!(&refused, ConnectError::Setup { error, .. } if **error == expected),
+        "{refused}"
+    );
+    let other = MulticastGroup::join(
+        &pair.a.qp,
+        Ipv4Addr::new(239, 1, 2, 3).into(),
+        ([203, 0, 113, 9], 0).into(),
+    );
+    let refused = other.await.map(drop).unwrap_err();
+    assert!(
+        matches!(refused, ConnectError::AddressNotAvailable { .. }) || hardware().is_some(),
+        "{refused}"
+    );
+    let reliable = Pair::new(Transport::Rc, mode);
+    let ConnectError::Setup { error, .. } = join(&reliable.a, Ipv4Addr::new(239, 1, 2, 3)).await
+    else {
+        panic!("joined by a reliable connection");
+    };
+    assert!(matches!(*error, SetupError::Mismatch { .. }), "{error}");
 }

@@ -193,7 +193,7 @@ pub(super) fn address_to(address: &AddressVector) -> ibv_ah_attr {
     }
 }
 
-fn address_from(attr: &ibv_ah_attr) -> AddressVector {
+pub(super) fn address_from(attr: &ibv_ah_attr) -> AddressVector {
     AddressVector {
         port: PortNum(attr.port_num),
         dgid: gid_from(&attr.grh.dgid),

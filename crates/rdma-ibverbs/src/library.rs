@@ -12,6 +12,7 @@ use rdma_provider::locks::Section;
 #[derive(Debug, Clone, Copy)]
 pub(super) enum Library {
     Ibverbs,
+    Rdmacm,
     Mlx5,
 }
 
@@ -19,6 +20,7 @@ impl Library {
     const fn file(self) -> &'static str {
         match self {
             Self::Ibverbs => "libibverbs.so.1",
+            Self::Rdmacm => "librdmacm.so.1",
             Self::Mlx5 => "libmlx5.so.1",
         }
     }

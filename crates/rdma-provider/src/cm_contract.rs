@@ -21,8 +21,9 @@
 //!                 ──▶ TimewaitExit                     TimewaitExit
 //! ```
 //!
-//! Names and semantics follow librdmacm for ids without a queue pair (port space TCP); the text
-//! here defines what its manual pages leave open.
+//! Names and semantics follow librdmacm for ids without a queue pair; the text here defines what
+//! its manual pages leave open. Ids of port space TCP make connections. Ids of port space UDP join
+//! multicast groups.
 //!
 //! # Blocking
 //!
@@ -42,7 +43,7 @@ use std::time::Duration;
 
 use super::contract::Provider;
 use crate::error::VerbError;
-use crate::types::{Gid, Mtu, PortNum, QpAttr, QpState, Qpn, RejectReason};
+use crate::types::{AddressVector, Gid, Mtu, PortNum, Qkey, QpAttr, QpState, Qpn, RejectReason};
 
 /// An event channel, `rdma_create_event_channel(3)`. Ids keep what they need of it alive.
 pub trait CmChannel<P: Provider>: Debug + Send + Sync {
@@ -73,6 +74,9 @@ pub trait CmChannel<P: Provider>: Debug + Send + Sync {
 
     /// Creates an unbound id that reports to this channel, `rdma_create_id(3)`.
     fn create_id(&self) -> Result<P::CmId, VerbError>;
+
+    /// Creates such an id for datagrams (port space UDP).
+    fn create_datagram_id(&self) -> Result<P::CmId, VerbError>;
 }
 
 /// A listener or connection, `struct rdma_cm_id`.
@@ -179,6 +183,14 @@ pub trait CmId: Debug + Send + Sync {
     /// Disconnects, `rdma_disconnect(3)`. [`Disconnected`](CmEventKind::Disconnected) follows the
     /// peer's reply or a timeout. `Ok` if already disconnected; EINVAL if never connected.
     fn disconnect(&self) -> Result<(), VerbError>;
+
+    /// Joins a multicast group on the network interface of the bound address, for an id of port
+    /// space UDP, `rdma_join_multicast(3)`. [`Joined`](CmEventKind::Joined) or
+    /// [`JoinError`](CmEventKind::JoinError) follows. Dropping the id leaves the group. An id joins
+    /// one group; EINVAL if it has joined one or is not bound.
+    ///
+    /// The queue pair is [attached](crate::contract::Qp::attach_multicast) separately.
+    fn join_multicast(&self, group: IpAddr) -> Result<(), VerbError>;
 
     /// Returns the attributes for the transition to `state`, `rdma_init_qp_attr(3)`: INIT once the
     /// route is known; RTR and RTS after [`ConnectResponse`](CmEventKind::ConnectResponse), or
@@ -298,6 +310,17 @@ pub struct CmPeer {
     pub srq: bool,
 }
 
+/// A destination of datagrams, `struct rdma_ud_param`.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct CmDatagram {
+    /// Route to the destination, for an address handle.
+    pub address: AddressVector,
+    /// Queue pair number, [`Qpn::MULTICAST`] of a group.
+    pub qpn: Qpn,
+    /// Q_Key of the destination.
+    pub qkey: Qkey,
+}
+
 /// An event of an id, `rdma_get_cm_event(3)`.
 #[derive(Debug)]
 pub struct CmEvent<P: Provider> {
@@ -343,6 +366,10 @@ pub enum CmEventKind<P: Provider> {
     Unreachable(i32),
     /// The handshake failed for another reason.
     ConnectError(i32),
+    /// [`CmId::join_multicast`] succeeded: the network forwards datagrams to the group.
+    Joined(CmDatagram),
+    /// [`CmId::join_multicast`] failed, or the membership has ended.
+    JoinError(i32),
     /// Either side disconnected, or the peer does not reply to the disconnect.
     Disconnected,
     /// No packet of the connection remains in the network: the queue pair may be reused.
@@ -373,6 +400,8 @@ impl<P: Provider> CmEventKind<P> {
             | Self::ConnectRequest { .. }
             | Self::ConnectResponse(_)
             | Self::Established
+            | Self::Joined(_)
+            | Self::JoinError(_)
             | Self::Other(_) => false,
         }
     }
@@ -393,6 +422,8 @@ impl<P: Provider> CmEvent<P> {
             Kind::Rejected { reason, private_data } => Kind::Rejected { reason, private_data },
             Kind::Unreachable(errno) => Kind::Unreachable(errno),
             Kind::ConnectError(errno) => Kind::ConnectError(errno),
+            Kind::Joined(group) => Kind::Joined(group),
+            Kind::JoinError(errno) => Kind::JoinError(errno),
             Kind::Disconnected => Kind::Disconnected,
             Kind::TimewaitExit => Kind::TimewaitExit,
             Kind::DeviceRemoval => Kind::DeviceRemoval,

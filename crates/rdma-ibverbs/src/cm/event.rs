@@ -13,10 +13,10 @@ use rdma_sys::*;
 
 use super::id::{IdContext, IdState, Phase, addresses, route_may_block, route_of};
 use super::{CmId, Events};
-use crate::{Ibverbs, sys};
+use crate::{Ibverbs, convert, sys};
 use rdma_provider::VerbError;
-use rdma_provider::cm_contract::{CmEvent, CmEventKind, CmPeer};
-use rdma_provider::types::RejectReason;
+use rdma_provider::cm_contract::{CmDatagram, CmEvent, CmEventKind, CmPeer};
+use rdma_provider::types::{Qkey, Qpn, RejectReason};
 
 // The binding declares these structures by hand, so they are compared with `rdma_cma.h` of
 // rdma-core 44.
@@ -151,6 +151,22 @@ impl<'a> UnackedEvent<'a> {
                 }
                 Kind::Disconnected
             }
+            code::RDMA_CM_EVENT_MULTICAST_JOIN => {
+                // SAFETY: S3: as above.
+                let route = unsafe { route_of(id) };
+                let mut state = state.lock();
+                state.route = route;
+                if let Some(membership) = &mut state.group {
+                    membership.joined = true;
+                }
+                Kind::Joined(self.datagram())
+            }
+            code::RDMA_CM_EVENT_MULTICAST_ERROR => {
+                if let Some(membership) = &mut state.lock().group {
+                    membership.joined = true;
+                }
+                Kind::JoinError(errno)
+            }
             code::RDMA_CM_EVENT_TIMEWAIT_EXIT => Kind::TimewaitExit,
             code::RDMA_CM_EVENT_DEVICE_REMOVAL => {
                 state.lock().end();
@@ -168,7 +184,8 @@ impl<'a> UnackedEvent<'a> {
         let (state, id) = unsafe {
             let (local, peer) = addresses(id);
             let route = route_of(id);
-            let state = IdState { phase: Phase::Asked, local, peer, route, timeout: 0 };
+            let state =
+                IdState { phase: Phase::Asked, local, peer, route, timeout: 0, group: None };
             (state, NonNull::new_unchecked(id))
         };
         let context = self.events.new_context(state);
@@ -184,6 +201,17 @@ impl<'a> UnackedEvent<'a> {
         let ((local, _), route) = unsafe { (addresses(id), route_of(id)) };
         let mut state = state.lock();
         (state.local, state.route, state.phase) = (local, route, phase);
+    }
+
+    /// Copies the parameters of a destination of datagrams.
+    fn datagram(&self) -> CmDatagram {
+        // SAFETY: S4: events of multicast have these parameters, numbers of any value.
+        let params = unsafe { &(*self.raw.as_ptr()).param.ud };
+        CmDatagram {
+            address: convert::address_from(&params.ah_attr),
+            qpn: Qpn(params.qp_num & Qpn::MAX.0),
+            qkey: Qkey(params.qkey),
+        }
     }
 
     /// Copies the peer's parameters, which are freed with the event.

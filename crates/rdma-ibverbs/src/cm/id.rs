@@ -4,7 +4,7 @@
 
 use std::ffi::{CStr, c_int, c_void};
 use std::mem;
-use std::net::SocketAddr;
+use std::net::{IpAddr, SocketAddr};
 use std::path::Path;
 use std::ptr::{self, NonNull};
 use std::sync::{Arc, OnceLock};
@@ -15,6 +15,7 @@ use rdma_sys::*;
 
 use super::Events;
 use super::address::Address;
+use super::multicast;
 use crate::{convert, sys};
 use rdma_provider::VerbError;
 use rdma_provider::cm_contract::{
@@ -82,6 +83,16 @@ pub(super) struct IdState {
     pub(super) route: Option<Route>,
     /// Timeout of the route's resolution in milliseconds; 0 before the address is to be resolved.
     pub(super) timeout: c_int,
+    /// The multicast group that the id joins or has joined.
+    pub(super) group: Option<Membership>,
+}
+
+/// An id's membership in a multicast group.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Membership {
+    pub(super) group: IpAddr,
+    /// Its event has been taken.
+    pub(super) joined: bool,
 }
 
 /// A route. Names its device by context, so that recording it copies no string.
@@ -347,6 +358,23 @@ impl cm_contract::CmId for CmId {
         self.call("rdma_disconnect", |id| unsafe { rdma_disconnect(id) })
     }
 
+    fn join_multicast(&self, group: IpAddr) -> Result<(), VerbError> {
+        {
+            let mut state = self.context.state.lock();
+            if state.group.is_some() || state.local.is_none() {
+                return Err(VerbError::new("rdma_join_multicast", VerbError::EINVAL));
+            }
+            state.group = Some(Membership { group, joined: false });
+        }
+        let _one_at_a_time = self.context.calls.lock();
+        // SAFETY: S3: the id is alive.
+        let result = unsafe { multicast::join(self.raw.as_ptr(), group) };
+        if result.is_err() {
+            self.context.state.lock().group = None;
+        }
+        result
+    }
+
     fn qp_attr(&self, state: QpState) -> Result<QpAttr, VerbError> {
         let _one_at_a_time = self.context.calls.lock();
         // SAFETY: S3: the id is alive; the lock is held.
@@ -378,6 +406,14 @@ impl cm_contract::CmId for CmId {
 impl Drop for CmId {
     fn drop(&mut self) {
         *self.context.calls.lock() = true;
+        let joined = self.context.state.lock().group.filter(|membership| membership.joined);
+        if let Some(Membership { group, .. }) = joined {
+            // librdmacm frees its record of the group only then.
+            // SAFETY: S3: the id is alive. Waits while the event of the join is being processed.
+            if let Err(error) = unsafe { multicast::leave(self.raw.as_ptr(), group) } {
+                rdma_provider::debug!(%group, %error, "failed to leave a multicast group");
+            }
+        }
         let resolving = self.context.state.lock().is_resolving();
         let _no_event_is_taken = resolving.then(|| self.events.taking.lock());
         // SAFETY: S3: without another owner, not used again. Waits while an event of the id is

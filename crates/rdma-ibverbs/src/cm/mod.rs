@@ -19,6 +19,7 @@
 mod address;
 mod event;
 mod id;
+mod multicast;
 #[cfg(test)]
 mod tests;
 
@@ -137,14 +138,22 @@ impl cm_contract::CmChannel<Ibverbs> for CmChannel {
     }
 
     fn create_id(&self) -> Result<CmId, VerbError> {
+        self.create(rdma_port_space::RDMA_PS_TCP)
+    }
+
+    fn create_datagram_id(&self) -> Result<CmId, VerbError> {
+        self.create(rdma_port_space::RDMA_PS_UDP)
+    }
+}
+
+impl CmChannel {
+    fn create(&self, space: rdma_port_space::Type) -> Result<CmId, VerbError> {
         const VERB: &str = "rdma_create_id";
         let context = self.0.new_context(IdState::default());
         let mut raw = ptr::null_mut();
         // SAFETY: S3: the channel is open, the result local; the context outlives the id.
-        let result = unsafe {
-            let space = rdma_port_space::RDMA_PS_TCP;
-            rdma_create_id(self.0.raw.as_ptr(), &raw mut raw, context.as_ptr(), space)
-        };
+        let result =
+            unsafe { rdma_create_id(self.0.raw.as_ptr(), &raw mut raw, context.as_ptr(), space) };
         sys::status(VERB, result)?;
         Ok(CmId::new(sys::handle(VERB, raw)?, context, Arc::clone(&self.0)))
     }

@@ -73,6 +73,11 @@ impl Rkey {
     }
 }
 
+impl Qkey {
+    /// The Q_Key of multicast groups and datagrams of the connection manager, `RDMA_UDP_QKEY`.
+    pub const RDMA_UDP: Self = Self(0x0123_4567);
+}
+
 impl Qpn {
     /// The largest queue pair number.
     pub const MAX: Self = Self(0x00ff_ffff);

@@ -8,8 +8,10 @@ use std::time::Duration;
 use rdma_provider::locks::Mutex;
 
 use rdma_provider::VerbError;
-use rdma_provider::cm_contract::{self, Admit, CmAnswer, CmEvent, CmEventKind, CmParams, CmRoute};
-use rdma_provider::types::{Access, Gid, Mtu, Psn, QpAttr, QpState, Qpn};
+use rdma_provider::cm_contract::{
+    self, Admit, CmAnswer, CmDatagram, CmEvent, CmEventKind, CmParams, CmRoute,
+};
+use rdma_provider::types::{Access, AddressVector, Gid, Mtu, Psn, Qkey, QpAttr, QpState, Qpn};
 
 use super::super::Soft;
 use super::super::device::DeviceInner;
@@ -19,7 +21,7 @@ use super::agent;
 use super::machine::Destination;
 use super::manager::Events;
 use super::message::CommId;
-use crate::net::ports::canonical;
+use crate::net::ports::{Ports, canonical};
 use crate::roce::partition::DEFAULT_PKEY;
 
 /// An event channel, see [`cm_contract::CmChannel`].
@@ -60,6 +62,12 @@ impl cm_contract::CmChannel<Soft> for CmChannel {
         let key = agent::with(&self.device, |state, _| state.new_key(&self.events));
         Ok(CmId::new(&self.device, &self.events, key, Known::default()))
     }
+
+    fn create_datagram_id(&self) -> Result<CmId, VerbError> {
+        let id = self.create_id()?;
+        id.known.lock().datagrams = true;
+        Ok(id)
+    }
 }
 
 /// A listener or a connection, see [`cm_contract::CmId`].
@@ -75,6 +83,8 @@ pub struct CmId {
 
 #[derive(Debug, Default)]
 struct Known {
+    /// The id is of port space UDP.
+    datagrams: bool,
     role: Role,
     local: Option<SocketAddr>,
     peer: Option<SocketAddr>,
@@ -95,6 +105,8 @@ enum Role {
     Routed,
     Listener,
     Connection(CommId),
+    /// Member of a multicast group.
+    Member,
 }
 
 const fn invalid(verb: &'static str) -> VerbError {
@@ -156,12 +168,18 @@ impl CmId {
         }
     }
 
+    /// Returns the bound ports of the id's port space.
+    fn ports(&self, datagrams: bool) -> &Mutex<Ports> {
+        let network = &self.device.network;
+        if datagrams { &network.datagram_ports } else { &network.ports }
+    }
+
     fn claim(&self, known: &mut Known, address: SocketAddr) -> Result<(), VerbError> {
         let ip = address.ip();
         if !ip.is_unspecified() && !self.is_shared(ip) && Gid::from(ip) != self.device.gid {
             return Err(VerbError::new("rdma_bind_addr", VerbError::EADDRNOTAVAIL));
         }
-        let claim = self.device.network.ports.lock().claim(address, self.device.gid)?;
+        let claim = self.ports(known.datagrams).lock().claim(address, self.device.gid)?;
         known.local = Some(SocketAddr::new(ip, claim.0));
         known.claim = Some(claim);
         Ok(())
@@ -405,6 +423,26 @@ impl cm_contract::CmId for CmId {
         })
     }
 
+    fn join_multicast(&self, group: IpAddr) -> Result<(), VerbError> {
+        const VERB: &str = "rdma_join_multicast";
+        self.device.check_alive(VERB)?;
+        let mut known = self.known.lock();
+        let bound = known.datagrams && known.claim.is_some() && matches!(known.role, Role::New);
+        if !bound || !group.is_multicast() {
+            return Err(invalid(VERB));
+        }
+        // The device joins the IP group when a queue pair is attached.
+        let gid = Gid::from(group);
+        (known.role, known.destination) = (Role::Member, Some(gid));
+        drop(known);
+        self.raise(CmEventKind::Joined(CmDatagram {
+            address: AddressVector::new(PORT, 0, gid),
+            qpn: Qpn::MULTICAST,
+            qkey: Qkey::RDMA_UDP,
+        }));
+        Ok(())
+    }
+
     fn qp_attr(&self, state: QpState) -> Result<QpAttr, VerbError> {
         const VERB: &str = "rdma_init_qp_attr";
         self.device.check_alive(VERB)?;
@@ -445,16 +483,18 @@ impl cm_contract::CmId for CmId {
 
 impl Drop for CmId {
     fn drop(&mut self) {
-        let (key, role, claim) = {
+        let (key, role, claim, datagrams) = {
             let known = self.known.get_mut();
-            (self.key, known.role, known.claim)
+            (self.key, known.role, known.claim, known.datagrams)
         };
         if let Some((port, claim)) = claim {
-            self.device.network.ports.lock().release(port, claim);
+            self.ports(datagrams).lock().release(port, claim);
         }
         agent::with(&self.device, |state, now| match role {
             Role::Connection(connection) => state.release(now, connection, key),
-            Role::Listener | Role::New | Role::Resolved | Role::Routed => state.forget(key),
+            Role::Listener | Role::New | Role::Resolved | Role::Routed | Role::Member => {
+                state.forget(key);
+            }
         });
     }
 }

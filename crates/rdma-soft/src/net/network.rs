@@ -56,6 +56,8 @@ pub(crate) struct NetworkInner {
     queued: AtomicBool,
     link: Mutex<Link>,
     pub(crate) ports: Mutex<Ports>,
+    /// Ports of datagram services.
+    pub(crate) datagram_ports: Mutex<Ports>,
     pub(crate) scheduler: Arc<Scheduler>,
     /// Seeded generator; `None` for the system's.
     random: Option<Mutex<fastrand::Rng>>,
@@ -183,6 +185,7 @@ impl Network {
             queued: AtomicBool::new(queued),
             link: Mutex::new(Link::new(seed, faults)),
             ports: Mutex::default(),
+            datagram_ports: Mutex::default(),
             scheduler,
             random,
             endpoints: HashMap::new(),
