@@ -74,7 +74,7 @@ async fn run(options: &Options) -> Result<()> {
     };
     let address = match options.address {
         Some(address) => address,
-        None => device.default_path()?.1.gid.to_ip(),
+        None => device.default_address()?,
     };
     let address = SocketAddr::new(address, options.port);
     match options.role {

@@ -340,6 +340,7 @@ impl contract::Qp for Qp {
         fn caps() -> QpCaps;
         fn modify(attr: &QpAttr) -> Result<(), VerbError>;
         fn query() -> Result<(QpState, QpAttr), VerbError>;
+        fn connected();
         fn post_state() -> Option<*const ()>;
         fn peer_post_state() -> Option<*const ()>;
         fn has_plain() -> bool;
@@ -464,6 +465,7 @@ impl cm_contract::CmId for CmId {
         ) -> Result<(), VerbError>;
         fn resolve_route(timeout: Duration) -> Result<(), VerbError>;
         fn route_may_block() -> bool;
+        fn connect_may_block() -> bool;
         fn connect(params: &CmParams<'_>) -> Result<(), VerbError>;
         fn accept(params: &CmParams<'_>) -> Result<(), VerbError>;
         fn reject(private_data: &[u8]) -> Result<(), VerbError>;

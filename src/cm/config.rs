@@ -65,7 +65,8 @@ impl ConnectConfig {
     /// Sets bytes to send with the request (at most 56) or the answer (at most 196). The default is
     /// none.
     ///
-    /// The peer receives them padded with zeros. If trailing zeros matter, include the length.
+    /// The peer receives them padded with zeros, except on an iWARP device. If trailing zeros
+    /// matter, include the length.
     pub fn private_data(mut self, data: impl Into<Vec<u8>>) -> Self {
         self.private_data = data.into();
         self
@@ -99,6 +100,8 @@ impl ConnectConfig {
     ///   refused.
     /// - A probe uses one entry of [`max_send_wr`](crate::op::QueuePairBuilder::max_send_wr) until
     ///   it is acknowledged.
+    /// - On an iWARP device this fails with [`SetupError::Unsupported`], because a WRITE completes
+    ///   there when TCP has it.
     /// - Intervals are in real time, even if Tokio's clock is paused, except in
     ///   [`software::drive`](crate::software::drive). Probes end when the runtime that established
     ///   the connection shuts down.
@@ -109,7 +112,8 @@ impl ConnectConfig {
 
     /// Sets the timeouts and retries of this side, which override the peer's proposal. A peer
     /// without settings of its own adopts this side's proposal: 6 retries, infinite RNR retries
-    /// and, from the software device, an acknowledgement timeout of 537 ms.
+    /// and, from the software device, an acknowledgement timeout of 537 ms. An iWARP device ignores
+    /// all of them: TCP has its own, and a message without a receive ends the connection.
     pub const fn retries(mut self, retries: RetryConfig) -> Self {
         self.retries = retries;
         self
@@ -123,6 +127,9 @@ impl ConnectConfig {
     /// queue pair selects it (on a real device, the kernel does), and the request names it. An
     /// accepting queue pair of a [prepared](super::ConnectionRequest::prepare) builder joins it.
     /// Another partition fails with [`SetupError::Mismatch`].
+    ///
+    /// An iWARP device has no path to choose: any but the default fails with
+    /// [`SetupError::Unsupported`].
     ///
     /// A listener whose port lacks the partition rejects the request with
     /// [`RejectReason::UNSUPPORTED`](crate::types::RejectReason::UNSUPPORTED).

@@ -6,18 +6,19 @@ use smallvec::SmallVec;
 use tokio::net::{ToSocketAddrs, lookup_host};
 
 use crate::clock;
+use crate::dispatch::CmId;
 use crate::error::{NoRuntime, SetupError, VerbError};
 use crate::op::{QueuePair, QueuePairBuilder};
 use crate::types::{Gid, PortNum};
 use crate::verbs::Device;
-use rdma_provider::cm_contract::{CmId as _, MAX_REQUEST_DATA};
+use rdma_provider::cm_contract::{CmId as _, CmParams, MAX_REQUEST_DATA};
 
 use super::config::ConnectConfig;
 use super::connection::CmConnection;
 use super::endpoint::{Endpoint, FailUnlessConnected, with_deadline};
 use super::error::{ConnectError, ConnectStep};
 use super::keepalive::Keepalive;
-use super::path::{LocalSource, Reads, make_ready};
+use super::path::{LocalSource, Reads, make_ready, note_ready};
 use super::router::Router;
 
 /// Connects to the first of the addresses that answers.
@@ -261,10 +262,16 @@ impl Route {
         let reads = Reads::of(&device, config)?;
         let peer = with_deadline(config.timeout, ConnectStep::Response, address, async || {
             let params = reads.params(queue_pair, private_data, config.timeout);
-            endpoint
-                .id()
-                .connect(&params)
-                .map_err(|error| ConnectError::from(error).during(ConnectStep::Request, address))?;
+            let requested = if endpoint.id().connect_may_block() {
+                let (data, params) =
+                    (private_data.to_vec(), CmParams { private_data: &[], ..params });
+                let request =
+                    move |id: &CmId| Ok(id.connect(&CmParams { private_data: &data, ..params })?);
+                endpoint.call_blocking(true, request).await
+            } else {
+                endpoint.id().connect(&params).map_err(ConnectError::from)
+            };
+            requested.map_err(|error| error.of_request(address))?;
             let peer = endpoint
                 .wait_for(|state| match &state.end {
                     Some(end) => {
@@ -277,6 +284,7 @@ impl Route {
             let ready = make_ready(endpoint.id(), queue_pair, reads.agreed(&peer), config);
             let confirmed = ready.and_then(|()| Ok(endpoint.id().establish()?));
             endpoint.explain(confirmed, ConnectStep::Confirm, address).await?;
+            note_ready(queue_pair);
             Ok(peer)
         })
         .await

@@ -189,6 +189,23 @@ impl ConnectError {
         }
     }
 
+    /// Adds the step to the error of a request. On an iWARP device, the request opens a TCP
+    /// connection, which fails like `connect(2)`.
+    pub(super) fn of_request(self, address: SocketAddr) -> Self {
+        const ECONNREFUSED: i32 = 111;
+        const UNREACHABLE: [i32; 4] = [101, 104, 110, 113];
+        let attempt = ConnectAttempt { step: ConnectStep::Request, address };
+        match self {
+            Self::Verb { error, .. } if error.errno == ECONNREFUSED => {
+                Self::Refused { address, in_process: false }
+            }
+            Self::Verb { error, .. } if UNREACHABLE.contains(&error.errno) => {
+                Self::Unreachable { attempt, errno: error.errno }
+            }
+            other => other.during(ConnectStep::Request, address),
+        }
+    }
+
     pub(super) fn during(mut self, step: ConnectStep, address: SocketAddr) -> Self {
         match &mut self {
             Self::Setup { attempt, .. } | Self::Verb { attempt, .. } => {

@@ -29,6 +29,12 @@ impl Keepalive {
         queue_pair: &QueuePair,
     ) -> Result<(), SetupError> {
         let Some(interval) = interval else { return Ok(()) };
+        if queue_pair.protection_domain().device().attr().is_iwarp() {
+            return Err(SetupError::Unsupported {
+                what: "an iWARP device completes a probe before the peer has acknowledged it; \
+                       leave ConnectConfig::keepalive at None, and exchange messages instead",
+            });
+        }
         // Timers have a resolution of milliseconds.
         let millis = u64::try_from(interval.as_millis()).unwrap_or(u64::MAX);
         SetupError::at_least("keepalive in milliseconds", millis, 1)?;

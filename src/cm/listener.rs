@@ -26,7 +26,7 @@ use super::endpoint::{Endpoint, FailUnlessConnected, on_blocking_thread, with_de
 use super::error::{ConnectError, ConnectStep};
 use super::inbox::{Inbox, TakeRequests};
 use super::keepalive::Keepalive;
-use super::path::{LocalSource, Reads, make_ready};
+use super::path::{LocalSource, Reads, make_ready, note_ready};
 use super::router::Router;
 use crate::clock::{self, Sleep};
 
@@ -556,6 +556,7 @@ impl ConnectionRequest {
             let ready = make_ready(endpoint.id(), queue_pair, reads, config);
             let accepted = ready.and_then(|()| Ok(endpoint.id().accept(&params)?));
             endpoint.explain(accepted, ConnectStep::Accept, address).await?;
+            note_ready(queue_pair);
             endpoint
                 .wait_for(|state| match (state.established, &state.end) {
                     // Established even if it has ended again: data of the peer may have arrived.

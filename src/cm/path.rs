@@ -26,8 +26,13 @@ impl LocalSource {
         id: &CmId,
         route: &CmRoute<'_>,
     ) -> Result<Self, ConnectError> {
+        // iWARP has no GIDs in packets and routes, so the port's own one stands for all.
+        let is_iwarp = device.attr().is_iwarp();
         let find = |attr: Arc<PortAttr>| {
-            let entry = entry_with(&attr, route.source, route.destination)?;
+            let entry = match attr.gids.first() {
+                Some(own) if is_iwarp => *own,
+                _ => entry_with(&attr, route.source, route.destination)?,
+            };
             Some(Self { port: route.port, attr, entry, pkey_index: None })
         };
         let path = match find(device.known_port(route.port)?) {
@@ -56,6 +61,9 @@ impl LocalSource {
         config: &ConnectConfig,
     ) -> Result<(), SetupError> {
         let device = queue_pair.protection_domain().device();
+        if device.attr().is_iwarp() {
+            return config.path.check_without_route();
+        }
         let asked = config.path.partition(device, &self.attr)?;
         if asked.is_none() && self.pkey_index.is_none() {
             return Ok(());
@@ -155,12 +163,16 @@ impl Reads {
     }
 }
 
+/// Moves the queue pair to RTS, unless the connection manager does.
 pub(super) fn make_ready(
     id: &CmId,
     queue_pair: &QueuePair,
     reads: Reads,
     config: &ConnectConfig,
 ) -> Result<(), ConnectError> {
+    if queue_pair.protection_domain().device().attr().is_iwarp() {
+        return Ok(());
+    }
     let (retries, path) = (config.retries, config.path.or(queue_pair.local().path));
     let mut receive = id.qp_attr(QpState::Rtr)?;
     receive.address = receive.address.map(|address| path.applied(address));
@@ -175,6 +187,13 @@ pub(super) fn make_ready(
     send.max_rd_atomic = Some(reads.issue);
     queue_pair.modify(&send)?;
     Ok(())
+}
+
+/// Notes that the connection manager has moved the queue pair to RTS, if it is its task.
+pub(super) fn note_ready(queue_pair: &QueuePair) {
+    if queue_pair.protection_domain().device().attr().is_iwarp() {
+        queue_pair.note_connected();
+    }
 }
 
 #[cfg(all(test, not(loom)))]

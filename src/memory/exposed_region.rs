@@ -72,8 +72,10 @@ impl ExposedRegion {
     /// # Errors
     ///
     /// Those of [`new`](Self::new). Also [`SetupError::Mismatch`] if `iova` and the memory differ
-    /// in their offset within a page of 4,096 bytes, and [`SetupError::Limit`] if the addresses
-    /// wrap around. [`HostMemory`](crate::memory::HostMemory) begins with a page.
+    /// in their offset within a page of 4,096 bytes, [`SetupError::Limit`] if the addresses wrap
+    /// around, and [`SetupError::Unsupported`] if the device
+    /// [cannot](crate::types::DeviceAttr::iova). [`HostMemory`](crate::memory::HostMemory) begins
+    /// with a page.
     ///
     /// ```
     /// use tokio_rdma::memory::HostMemory;

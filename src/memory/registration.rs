@@ -60,6 +60,12 @@ impl Registration {
         let within_page = |address: u64| address % HostMemory::PAGE as u64;
         let address = base.addr().get() as u64;
         let addr = iova.unwrap_or(address);
+        if addr != address && !pd.device().attr().iova {
+            return Err(SetupError::Unsupported {
+                what: "the device registers memory only at its own addresses (DeviceAttr::iova); \
+                       use ExposedRegion::new",
+            });
+        }
         if within_page(addr) != within_page(address) {
             return Err(SetupError::Mismatch {
                 what: "offsets within a page of the memory and of the addresses for it",

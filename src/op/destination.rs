@@ -12,6 +12,10 @@ use crate::memory::Gather;
 use crate::types::{SendOp, Transport};
 
 pub(super) const READ: &str = "READ (transport RC or DC required)";
+const IMMEDIATE: &str = "immediate data, because its device lacks it (DeviceAttr::immediate); send \
+                         the number in a message";
+const ATOMICS: &str = "atomics, because its device lacks them (DeviceAttr::atomic); let the peer's \
+                       program change the value";
 
 /// A send queue, and for UD and DC the receiver; or why neither can be used.
 #[derive(Debug, Clone, Copy)]
@@ -103,7 +107,7 @@ impl SendRoute<'_> {
             Some(Receiver { key: ReceiverKey::Dc(..), .. }) => return None,
             None => {}
         }
-        match op {
+        let by_transport = match op {
             SendOp::Send | SendOp::SendWithImm(_) => {
                 self.unsupported("SEND without a destination; use send_to", &[Rc, Uc])
             }
@@ -120,7 +124,23 @@ impl SendRoute<'_> {
             SendOp::BindWindow | SendOp::LocalInvalidate(_) => {
                 self.unsupported("leases (transport RC or UC required)", &[Rc, Uc])
             }
-        }
+        };
+        by_transport.or_else(|| self.missing(op))
+    }
+
+    /// Returns why the device lacks the operation, if it does.
+    #[inline]
+    pub(super) fn missing(self, op: SendOp) -> Option<OpErrorKind> {
+        let (has, what) = match op {
+            SendOp::SendWithImm(_) | SendOp::WriteWithImm(..) => {
+                (self.queue_pair.immediate, IMMEDIATE)
+            }
+            SendOp::CompareSwap { .. } | SendOp::FetchAdd { .. } => {
+                (self.queue_pair.atomics, ATOMICS)
+            }
+            _ => return None,
+        };
+        (!has).then_some(OpErrorKind::Unsupported { what })
     }
 
     #[inline]

@@ -137,6 +137,17 @@ impl PathConfig {
         self
     }
 
+    /// Refuses settings for an iWARP device.
+    pub(crate) fn check_without_route(&self) -> Result<(), SetupError> {
+        if *self == Self::default() {
+            return Ok(());
+        }
+        Err(SetupError::Unsupported {
+            what: "the path of an iWARP device is that of a TCP connection; leave PathConfig at \
+                   its default, and set priorities by the routing table or tc(8)",
+        })
+    }
+
     pub(crate) const fn names_partition(&self) -> bool {
         self.partition.is_some()
     }

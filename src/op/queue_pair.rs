@@ -68,6 +68,9 @@ pub(crate) struct Inner {
     /// A copy in `core` would cost one load more.
     pub(super) send: Arc<WorkQueue>,
     pub(super) transport: Transport,
+    /// What its device has.
+    pub(super) immediate: bool,
+    pub(super) atomics: bool,
     pub(crate) core: Arc<QueuePairCore>,
     pub(super) pd: ProtectionDomain,
     qpn: Qpn,
@@ -198,6 +201,7 @@ impl QueuePair {
     ///
     /// # Errors
     ///
+    /// - [`SetupError::Unsupported`] on an iWARP device, which connects by [`cm`](crate::cm) only;
     /// - [`SetupError::Mismatch`] if transport, link layer or address family differ;
     /// - [`SetupError::Transition`] if this queue pair is already connected.
     pub fn connect(&self, peer: &QueuePairEndpoint) -> Result<(), SetupError> {
@@ -215,6 +219,13 @@ impl QueuePair {
         retries: &RetryConfig,
     ) -> Result<(), SetupError> {
         let local = self.inner.local;
+        if self.inner.pd.device().attr().is_iwarp() {
+            return Err(SetupError::Unsupported {
+                what: "an iWARP device connects queue pairs only by its connection manager; \
+                       connect by address: cm::connect and cm::Listener, or Connection and \
+                       RdmaStream",
+            });
+        }
         self.require_equal(
             "transports of the queue pair and its peer",
             self.inner.transport,
@@ -338,6 +349,13 @@ impl QueuePair {
         self.inner.core.modify(attr)?;
         self.inner.psn.store(psn.value(), Ordering::Relaxed);
         Ok(())
+    }
+
+    /// Notes that the connection manager has moved it to RTS.
+    pub(crate) fn note_connected(&self) {
+        if let Ok(qp) = self.inner.core.qp() {
+            qp.note_connected();
+        }
     }
 
     /// Returns the state and all attributes set so far, `ibv_query_qp(3)`.

@@ -10,7 +10,8 @@ use rdma_provider::locks::Mutex;
 
 use super::ProtectionDomain;
 use super::async_events::{EventKind, Events, Listener, PortEvents};
-use super::gid_routes::{best_path, is_at, rank_gids, source_to, sources_to};
+use super::gid_routes::{best_path, is_at, mac_of, rank_gids, source_to, sources_to};
+use super::interfaces::addresses_of_mac;
 use crate::dispatch::Context;
 use crate::error::{OpenError, SetupError, UdpError, VerbError};
 use crate::forked::Opened;
@@ -348,6 +349,23 @@ impl Device {
     /// [`SetupError::NoGid`] if no active port has a GID.
     pub fn default_path(&self) -> Result<(PortAttr, GidEntry), SetupError> {
         self.path(None)
+    }
+
+    /// Returns the IP address to listen at for clients on the network of
+    /// [`default_path`](Self::default_path): that of its GID or, on an iWARP device, the first
+    /// address of the network interface.
+    ///
+    /// # Errors
+    ///
+    /// See [`default_path`](Self::default_path); [`SetupError::NoGid`] also if the network
+    /// interface of an iWARP device has no address.
+    pub fn default_address(&self) -> Result<IpAddr, SetupError> {
+        let (port, entry) = self.default_path()?;
+        let own = mac_of(entry).map(|mac| addresses_of_mac(Path::new("/"), mac));
+        match own {
+            None => Ok(entry.gid.to_ip()),
+            Some(own) => own.first().copied().ok_or(SetupError::NoGid { port: port.port.0 }),
+        }
     }
 
     /// Returns the best active port and GID to reach `peer` from.

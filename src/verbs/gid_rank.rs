@@ -228,6 +228,10 @@ pub(crate) fn rank(
 
 fn evaluate(entry: GidEntry, interfaces: &[NetInterface], peer: Option<&Peer>) -> RankedGid {
     let mut reasons = Vec::new();
+    if entry.kind == GidKind::Iwarp {
+        // There is one, and no packet has it.
+        return RankedGid { entry, interface: None, reasons, penalty: Penalty::default() };
+    }
     if entry.kind == GidKind::InfiniBand {
         let not_in_peers_subnet =
             peer.is_some_and(|peer| evaluate_prefix(entry.gid, peer.gid, &mut reasons));

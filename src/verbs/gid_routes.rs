@@ -8,8 +8,8 @@ use crate::error::{UdpError, VerbError};
 use rdma_soft::interface_at;
 
 use super::gid_rank::{NetInterface, Peer, RankedGid, rank};
-use crate::types::{Gid, GidEntry, LinkLayer, PortAttr, PortState};
-use crate::verbs::interfaces::{addresses, interface, interfaces};
+use crate::types::{Gid, GidEntry, GidKind, LinkLayer, PortAttr, PortState};
+use crate::verbs::interfaces::{addresses, addresses_of_mac, interface, interfaces};
 
 const ROCE_PORT: u16 = 4791;
 
@@ -57,12 +57,21 @@ pub(super) fn is_at(root: &Path, device: &str, port: &PortAttr, address: IpAddr)
     }
     match port.link_layer {
         _ if address.is_unspecified() => true,
-        LinkLayer::Ethernet => port.gids.iter().any(|entry| entry.gid == Gid::from(address)),
+        LinkLayer::Ethernet => port.gids.iter().any(|&entry| match mac_of(entry) {
+            Some(mac) => addresses_of_mac(root, mac).contains(&address),
+            None => entry.gid == Gid::from(address),
+        }),
         LinkLayer::InfiniBand => {
             interface_at(address).is_some_and(|name| is_ipoib(root, &name, device))
         }
         LinkLayer::Other(_) => false,
     }
+}
+
+/// Returns the MAC address of the network interface of an iWARP device.
+pub(super) fn mac_of(entry: GidEntry) -> Option<[u8; 6]> {
+    let mac = entry.gid.0.first_chunk().copied();
+    mac.filter(|_| entry.kind == GidKind::Iwarp)
 }
 
 fn is_ipoib(root: &Path, interface: &str, device: &str) -> bool {

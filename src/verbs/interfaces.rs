@@ -1,5 +1,6 @@
 use std::collections::{BTreeSet, HashMap};
 use std::fs;
+use std::net::IpAddr;
 use std::path::Path;
 
 use if_addrs::IfAddr;
@@ -58,6 +59,24 @@ pub(crate) fn interface(
         mtu: read("mtu").parse().ok(),
         addresses: addresses.get(name).map(|of| of.prefixes.clone()).unwrap_or_default(),
     })
+}
+
+/// Returns the addresses of the interface with this MAC address, IPv4 first and link-local last.
+/// `root` contains /sys.
+pub(crate) fn addresses_of_mac(root: &Path, mac: [u8; 6]) -> Vec<IpAddr> {
+    let mac = mac.map(|byte| format!("{byte:02x}")).join(":");
+    let has_mac = |name: &str| {
+        let found = fs::read_to_string(root.join("sys/class/net").join(name).join("address"));
+        found.is_ok_and(|found| found.trim() == mac)
+    };
+    let all = addresses().into_iter().filter(|(name, _)| has_mac(name));
+    let mut found: Vec<_> =
+        all.flat_map(|(_, of)| of.prefixes).map(|prefix| prefix.address()).collect();
+    found.sort_by_key(|address| match address {
+        IpAddr::V4(v4) => (v4.is_link_local(), false),
+        IpAddr::V6(v6) => (v6.is_unicast_link_local(), true),
+    });
+    found
 }
 
 #[cfg(test)]

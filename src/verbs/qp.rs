@@ -240,6 +240,16 @@ impl Qp {
         rdma_provider::debug!(qpn = %self.qpn(), ?from, ?to, "queue pair changed state");
     }
 
+    /// Notes that the connection manager has moved the queue pair to RTS.
+    pub(crate) fn note_connected(&self) {
+        let mut last = self.last_state.lock();
+        // The connection may have ended already.
+        if *last == QpState::Init {
+            self.raw.connected();
+            self.changed(&mut last, &QpAttr::to_state(QpState::Rts));
+        }
+    }
+
     pub(crate) fn last_state(&self) -> QpState {
         *self.last_state.lock()
     }

@@ -19,12 +19,13 @@ use super::ibv_qp::Qp;
 use super::mlx5::dc_attributes;
 use super::mlx5::direct::Device;
 use super::posting::Posting;
+use super::vendor::{SIW, SOFT_ROCE};
 use super::{Ibverbs, convert, sys};
 use rdma_provider::VerbError;
 use rdma_provider::contract::{self, Context as _, Pd as _, QpInit};
 use rdma_provider::types::{
     AsyncEvent, AtomicCapability, DeviceAttr, GidEntry, GidKind, PortAttr, PortNum, QpCaps, Qpn,
-    SrqCaps, Transport,
+    SrqCaps, Transport, WireProtocol,
 };
 
 /// The device list of `ibv_get_device_list(3)`, freed on drop.
@@ -80,9 +81,6 @@ fn wants_compression() -> Result<bool, VerbError> {
         Ok(_) | Err(VarError::NotUnicode(_)) => Err(BAD_COMPRESSION),
     }
 }
-
-/// Vendor number of the kernel's SoftRoCE.
-const SOFT_ROCE: u32 = 0xff_ffff;
 
 /// An open device, `ibv_context`.
 #[derive(Debug)]
@@ -213,6 +211,15 @@ impl Context {
         // SAFETY: S3: the context is open.
         let vectors = unsafe { self.raw.as_ref().num_comp_vectors };
         let mut attr = DeviceAttr::named(name);
+        // SAFETY: S3: the context is open, and so is its device.
+        if unsafe { (*self.raw.as_ref().device).transport_type }
+            == ibv_transport_type::IBV_TRANSPORT_IWARP
+        {
+            attr.protocol = WireProtocol::Iwarp;
+            // RFC 5040 has none, and no verb tells whether a device has those of RFC 7306.
+            attr.immediate = false;
+        }
+        attr.iova = raw.vendor_id != SIW;
         attr.guid = u64::from_be(raw.node_guid);
         attr.ports = raw.phys_port_cnt;
         attr.max_qp = count(raw.max_qp);
@@ -276,6 +283,7 @@ impl Context {
         Ok(reachable
             .map(|(index, entry)| {
                 let kind = match entry.gid_type {
+                    _ if self.attr.is_iwarp() => GidKind::Iwarp,
                     0 => GidKind::InfiniBand,
                     1 => GidKind::RoceV1,
                     _ => GidKind::RoceV2,

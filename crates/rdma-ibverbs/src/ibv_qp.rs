@@ -17,6 +17,7 @@ use super::mlx5::direct::{QueuePair, Registers, SendQueue, Uses};
 use super::owned::Owned;
 use super::posting::Posting;
 use super::supported::is_plain;
+use super::vendor::SIW;
 use super::{Ibverbs, convert, ibv_mcast, ibv_post, sys};
 use rdma_provider::VerbError;
 use rdma_provider::contract::{self, PlainWr, PostError, QpInit};
@@ -43,6 +44,8 @@ pub struct Qp {
     /// Last state set. Drivers differ on work posted too early: some refuse it but leave it in the
     /// ring, some accept it.
     state: AtomicU8,
+    /// True if the device does not report the state of a queue pair, as siw.
+    hides_state: bool,
     /// Lowest state in which a single plain request of RC is passed to libibverbs without a list;
     /// `u8::MAX`: never, as for queue pairs that post directly.
     single_from: u8,
@@ -151,7 +154,7 @@ impl Qp {
     ) -> Result<Self, VerbError> {
         let Some(direct) = posting.direct() else {
             let extended = matches!(posting, Posting::Extended);
-            return Ok(Self::made(Created::new(pd, init, device, extended, None)?, init));
+            return Ok(Self::made(Created::new(pd, init, device, extended, None)?, init, device));
         };
         const OTHER_DEVICE: VerbError = VerbError::new(
             "ibv_create_qp (a completion queue or shared receive queue of another open device)",
@@ -166,7 +169,7 @@ impl Qp {
         let created = Created::new(domain.domain(), init, device, true, direct.create_flags())?;
         let (raw, transport) = (created.raw, init.transport);
         // From here on, an error destroys the queue pair.
-        let mut made = Self::made(created, init);
+        let mut made = Self::made(created, init, device);
         // SAFETY: S3: new, and created in that domain; the layer above destroys it before its
         // queues.
         let pair = unsafe { direct.queue_pair(raw, transport, &made.caps, uses, domain) }?;
@@ -178,7 +181,7 @@ impl Qp {
         Ok(made)
     }
 
-    fn made(created: Created, init: &QpInit<'_, Ibverbs>) -> Self {
+    fn made(created: Created, init: &QpInit<'_, Ibverbs>, device: &DeviceAttr) -> Self {
         let Created { raw, extended, dc, granted } = created;
         let single_from =
             if init.transport == Transport::Rc { QpState::Rts as u8 } else { u8::MAX };
@@ -193,6 +196,7 @@ impl Qp {
             caps: convert::caps_from(&granted),
             receives: init.srq.is_none() && init.transport != Transport::Dci,
             state: AtomicU8::new(QpState::Reset as u8),
+            hides_state: device.vendor_id == SIW,
             single_from,
             groups: Mutex::default(),
         }
@@ -336,7 +340,14 @@ impl contract::Qp for Qp {
         sys::status("ibv_query_qp", unsafe {
             ibv_query_qp(self.raw(), &raw mut raw, mask, &raw mut init)
         })?;
+        if self.hides_state {
+            raw.qp_state = self.state.load(Ordering::Acquire).into();
+        }
         Ok(convert::qp_attr_from(&raw, self.transport))
+    }
+
+    fn connected(&self) {
+        self.state.store(QpState::Rts as u8, Ordering::Release);
     }
 
     #[inline]

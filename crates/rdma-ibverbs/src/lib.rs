@@ -65,6 +65,7 @@ mod owned;
 mod posting;
 mod supported;
 mod sys;
+mod vendor;
 
 pub use cm::{CmChannel, CmId};
 pub use ibv_ah::Ah;

@@ -25,14 +25,30 @@
 //! its manual pages leave open. Ids of port space TCP make connections. Ids of port space UDP join
 //! multicast groups.
 //!
+//! # iWARP
+//!
+//! The manager of an iWARP device moves the queue pair itself, and there are only two messages. The
+//! caller passes its number and does not modify it:
+//!
+//! - [`CmId::connect`] opens a TCP connection, which blocks. The queue pair is in RTS when
+//!   [`ConnectResponse`](CmEventKind::ConnectResponse) arrives, and [`CmId::establish`] has nothing
+//!   to send.
+//! - [`CmId::accept`] moves the queue pair to RTS before the answer is sent.
+//! - The caller then calls [`Qp::connected`](crate::contract::Qp::connected).
+//! - Private data is not padded. There is no TIMEWAIT:
+//!   [`TimewaitExit`](CmEventKind::TimewaitExit) follows `Disconnected` at once.
+//! - The listener's side should send only after the first message of the peer has arrived
+//!   (RFC 5044, 7.1.3), which is left to the application. siw does not depend on it.
+//!
 //! # Blocking
 //!
-//! No call waits for a peer, and most are as short as a verb. Two kinds of calls may take longer;
+//! Most calls are as short as a verb and wait for no peer. Three kinds of calls may take longer;
 //! the layer above runs them on a blocking thread:
 //!
 //! - [`CmId::bind`], [`CmId::listen`] and `Drop` of a listener or an unanswered connect request, if
 //!   [`CmChannel::may_block`] returns true;
-//! - [`CmId::resolve_route`], if [`CmId::route_may_block`] returns true.
+//! - [`CmId::resolve_route`], if [`CmId::route_may_block`] returns true;
+//! - [`CmId::connect`], if [`CmId::connect_may_block`] returns true.
 
 use std::borrow::Cow;
 use std::fmt::Debug;
@@ -155,10 +171,17 @@ pub trait CmId: Debug + Send + Sync {
         false
     }
 
+    /// Returns true if [`connect`](Self::connect) may block: on an iWARP device, it opens a TCP
+    /// connection to the peer.
+    fn connect_may_block(&self) -> bool {
+        false
+    }
+
     /// Requests a connection over the resolved route, `rdma_connect(3)`.
     /// [`ConnectResponse`](CmEventKind::ConnectResponse), [`Rejected`](CmEventKind::Rejected),
     /// [`Unreachable`](CmEventKind::Unreachable) or [`ConnectError`](CmEventKind::ConnectError)
-    /// follows. EINVAL for more than [`MAX_REQUEST_DATA`] bytes of private data.
+    /// follows. EINVAL for more than [`MAX_REQUEST_DATA`] bytes of private data. On an iWARP device
+    /// also the errors of `connect(2)`, such as ECONNREFUSED without a listener.
     fn connect(&self, params: &CmParams<'_>) -> Result<(), VerbError>;
 
     /// Accepts a connect request, `rdma_accept(3)`. The queue pair is already in RTS: the peer may

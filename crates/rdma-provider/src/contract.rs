@@ -452,6 +452,10 @@ pub trait Qp: Debug + Send + Sync {
     /// Returns the current state and all attributes set so far, `ibv_query_qp(3)`.
     fn query(&self) -> Result<(QpState, QpAttr), VerbError>;
 
+    /// Notes that the connection manager has moved the queue pair to RTS, as that of an iWARP
+    /// device does.
+    fn connected(&self) {}
+
     /// Posts work requests with one doorbell, `ibv_post_send(3)`. Polling a completion frees its
     /// slot and all earlier slots.
     ///

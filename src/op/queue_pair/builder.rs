@@ -9,8 +9,8 @@ use crate::memory::PdKey;
 use crate::op::post_state::PostState;
 use crate::op::{PathConfig, SharedReceiveQueue};
 use crate::types::{
-    Access, DataPath, Gid, GidEntry, PortAttr, PortNum, PortState, Qkey, QpAttr, QpCaps, QpState,
-    Qpn, Transport,
+    Access, AtomicCapability, DataPath, Gid, GidEntry, PortAttr, PortNum, PortState, Qkey, QpAttr,
+    QpCaps, QpState, Qpn, Transport,
 };
 use crate::verbs::{Device, ProtectionDomain, Qp, QpConfig};
 
@@ -257,8 +257,8 @@ impl QueuePairBuilder {
     ///   contradicts the shared receive queue;
     /// - [`SetupError::NoGid`] without an active port or the requested GID;
     /// - [`SetupError::NoPkey`] if the port's table lacks the partition of the path;
-    /// - [`SetupError::Unsupported`] for [`Transport::Dci`], and for settings that the transport
-    ///   lacks.
+    /// - [`SetupError::Unsupported`] for [`Transport::Dci`], and for settings that the transport or
+    ///   the device lacks.
     pub fn build(self) -> Result<QueuePair, SetupError> {
         if self.transport == Transport::Dci {
             return Err(SetupError::Unsupported {
@@ -304,6 +304,14 @@ impl QueuePairBuilder {
             return Err(SetupError::Unsupported {
                 what: "`path` applies to the transports RC, UC and DC only, except its partition",
             });
+        }
+        if device.attr().is_iwarp() {
+            if transport != Transport::Rc {
+                return Err(SetupError::Unsupported {
+                    what: "an iWARP device has the transport RC only",
+                });
+            }
+            path.check_without_route()?;
         }
         let path = path.resolved()?;
         let recv_queue = match (&srq, recv_queue) {
@@ -395,6 +403,8 @@ impl QueuePairBuilder {
             send: core.send().clone(),
             core,
             transport,
+            immediate: device.attr().immediate,
+            atomics: device.attr().atomic != AtomicCapability::None,
             qpn,
             caps: granted,
             psn: AtomicU32::new(device.random_psn()?.value()),

@@ -11,7 +11,7 @@ use std::sync::Arc;
 use rdma_provider::locks::Mutex;
 use rdma_sys::*;
 
-use super::id::{IdContext, IdState, Phase, addresses, route_may_block, route_of};
+use super::id::{ECONNRESET, IdContext, IdState, Phase, addresses, route_may_block, route_of};
 use super::{CmId, Events};
 use crate::{Ibverbs, convert, sys};
 use rdma_provider::VerbError;
@@ -118,13 +118,22 @@ impl<'a> UnackedEvent<'a> {
                 Kind::ConnectResponse(self.peer())
             }
             code::RDMA_CM_EVENT_ESTABLISHED => {
-                state.lock().phase = Phase::Connected;
-                Kind::Established
+                let mut state = state.lock();
+                // iWARP has no third message, so this is the peer's answer.
+                let answered = state.phase == Phase::Connecting;
+                state.phase = Phase::Connected;
+                if answered { Kind::ConnectResponse(self.peer()) } else { Kind::Established }
             }
             code::RDMA_CM_EVENT_REJECTED => {
                 state.lock().end();
-                // Reject reasons have 16 bits.
-                let reason = RejectReason(u16::try_from(status).unwrap_or(u16::MAX));
+                let reason = match u16::try_from(status) {
+                    // Reject reasons have 16 bits.
+                    Ok(reason) => RejectReason(reason),
+                    // iWARP reports an `errno`: the peer has rejected or closed the connection, or
+                    // has answered with another version or other options.
+                    Err(_) if errno == ECONNRESET => RejectReason::CONSUMER,
+                    Err(_) => RejectReason::UNSUPPORTED,
+                };
                 Kind::Rejected { reason, private_data: self.peer().private_data }
             }
             code::RDMA_CM_EVENT_UNREACHABLE => {
@@ -134,6 +143,13 @@ impl<'a> UnackedEvent<'a> {
             code::RDMA_CM_EVENT_CONNECT_ERROR => {
                 state.lock().end();
                 Kind::ConnectError(errno)
+            }
+            code::RDMA_CM_EVENT_DISCONNECTED if state.lock().is_iwarp() => {
+                state.lock().phase = Phase::Disconnected;
+                // TCP waits instead, without the queue pair.
+                let exit = CmEvent { key: context.key, kind: Kind::TimewaitExit };
+                self.events.own.lock().push_back(exit);
+                Kind::Disconnected
             }
             code::RDMA_CM_EVENT_DISCONNECTED => {
                 state.lock().phase = Phase::Disconnected;

@@ -104,6 +104,7 @@ pub(super) struct Route {
     source: Gid,
     destination: Gid,
     mtu: Option<Mtu>,
+    iwarp: bool,
 }
 
 // SAFETY: S3: libibverbs is thread-safe.
@@ -150,6 +151,10 @@ impl IdState {
     ///   this crate never creates.
     fn is_resolving(&self) -> bool {
         self.timeout > 0 && matches!(self.phase, Phase::Idle | Phase::AddressKnown)
+    }
+
+    pub(super) fn is_iwarp(&self) -> bool {
+        self.route.is_some_and(|route| route.iwarp)
     }
 
     pub(super) fn end(&mut self) {
@@ -209,20 +214,21 @@ impl CmId {
                 state.phase = from;
             }
             drop(state);
-            self.report_if_withdrawn();
+            self.report_if_withdrawn(result);
         }
         result
     }
 
     /// Raises the event of a request that the peer has withdrawn, or that the kernel has rejected
     /// because a call failed.
-    fn report_if_withdrawn(&self) {
+    fn report_if_withdrawn(&self, result: Result<(), VerbError>) {
         if self.context.state.lock().phase != Phase::Asked {
             return;
         }
+        // iWARP's manager tells only the call that answers.
+        let reset = result.is_err_and(|error| error.errno == ECONNRESET);
         // SAFETY: S3: the id is alive; the caller holds the lock for calls.
-        let refused = unsafe { init_qp_attr(self.raw.as_ptr(), QpState::Rtr) }.is_err();
-        if refused {
+        if reset || unsafe { init_qp_attr(self.raw.as_ptr(), QpState::Rtr) }.is_err() {
             self.context.state.lock().phase = Phase::Failed;
             // The reason that connection managers send when they withdraw a request.
             let kind =
@@ -237,6 +243,9 @@ impl CmId {
         self.context.state.lock().local = local;
     }
 }
+
+/// ECONNRESET of `errno(3)`.
+pub(super) const ECONNRESET: i32 = 104;
 
 /// Whether librdmacm asks ibacm(8) for the routes of InfiniBand and RoCE, and waits for its answer.
 /// The first resolution in a process decides for all, because only it tries to connect to ibacm.
@@ -315,6 +324,10 @@ impl cm_contract::CmId for CmId {
         route_may_block()
     }
 
+    fn connect_may_block(&self) -> bool {
+        self.context.state.lock().is_iwarp()
+    }
+
     fn connect(&self, params: &CmParams<'_>) -> Result<(), VerbError> {
         let mut raw = conn_param("rdma_connect", params, MAX_REQUEST_DATA)?;
         self.transition("rdma_connect", (Phase::RouteKnown, Phase::Connecting), |id| {
@@ -342,6 +355,9 @@ impl cm_contract::CmId for CmId {
     }
 
     fn establish(&self) -> Result<(), VerbError> {
+        if self.context.state.lock().is_iwarp() {
+            return Ok(());
+        }
         self.transition("rdma_establish", (Phase::Answered, Phase::Connected), |id| {
             // SAFETY: S3: the id is alive and has no queue pair.
             unsafe { rdma_establish(id) }
@@ -380,7 +396,7 @@ impl cm_contract::CmId for CmId {
         // SAFETY: S3: the id is alive; the lock is held.
         let attr = unsafe { init_qp_attr(self.raw.as_ptr(), state) };
         if attr.is_err() {
-            self.report_if_withdrawn();
+            self.report_if_withdrawn(Ok(()));
         }
         attr
     }
@@ -394,7 +410,8 @@ impl cm_contract::CmId for CmId {
     }
 
     fn route(&self) -> Option<CmRoute<'_>> {
-        let Route { context, port, source, destination, mtu } = self.context.state.lock().route?;
+        let Route { context, port, source, destination, mtu, .. } =
+            self.context.state.lock().route?;
         // SAFETY: S3: the context stays open as long as the id; its device has a NUL-terminated
         // name.
         let device = unsafe { CStr::from_ptr(ibv_get_device_name(context.as_ref().device)) };
@@ -486,6 +503,8 @@ pub(super) unsafe fn route_of(id: *mut rdma_cm_id) -> Option<Route> {
                 .then(|| (*paths).mtu & 0x3f)
                 .filter(|&code| code != 0)
                 .map(|code| convert::mtu_from(code.into())),
+            iwarp: (*context.as_ref().device).transport_type
+                == ibv_transport_type::IBV_TRANSPORT_IWARP,
         })
     }
 }

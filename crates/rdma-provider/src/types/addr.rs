@@ -75,6 +75,8 @@ pub enum GidKind {
     RoceV1,
     /// RoCE v2: UDP packets to port 4791, sent from the GID's IP address.
     RoceV2,
+    /// iWARP: the MAC address of the network interface, which no packet contains.
+    Iwarp,
 }
 
 impl fmt::Display for GidKind {
@@ -83,6 +85,7 @@ impl fmt::Display for GidKind {
             Self::InfiniBand => "InfiniBand",
             Self::RoceV1 => "RoCE v1",
             Self::RoceV2 => "RoCE v2",
+            Self::Iwarp => "iWARP",
         })
     }
 }

@@ -57,6 +57,14 @@ pub struct DeviceAttr {
     pub max_mcast_qp_attach: u32,
     /// Completion vectors, across which completion queues can be spread.
     pub completion_vectors: u32,
+    /// Protocol of the device. An iWARP device connects queue pairs only by its connection manager
+    /// and has only the transport RC.
+    pub protocol: WireProtocol,
+    /// True if SENDs and WRITEs can carry immediate data.
+    pub immediate: bool,
+    /// True if memory can be registered at other addresses than its own. Otherwise the device
+    /// ignores the `iova` of `ibv_reg_mr_iova(3)`.
+    pub iova: bool,
     /// Scope of atomic operations.
     pub atomic: AtomicCapability,
     /// True if memory can be registered unpinned (`IBV_ODP_SUPPORT`).
@@ -75,6 +83,12 @@ pub struct DeviceAttr {
 }
 
 impl DeviceAttr {
+    /// Returns true for an iWARP device.
+    #[must_use]
+    pub fn is_iwarp(&self) -> bool {
+        self.protocol == WireProtocol::Iwarp
+    }
+
     /// Creates attributes with one port, one completion vector and all limits zero.
     pub fn named(name: impl Into<String>) -> Self {
         Self {
@@ -102,6 +116,9 @@ impl DeviceAttr {
             max_mcast_grp: 0,
             max_mcast_qp_attach: 0,
             completion_vectors: 1,
+            protocol: WireProtocol::InfiniBand,
+            immediate: true,
+            iova: true,
             atomic: AtomicCapability::None,
             on_demand_paging: false,
             dma_buf: false,
@@ -109,6 +126,25 @@ impl DeviceAttr {
             dc: None,
             data_path: DataPath::Software,
         }
+    }
+}
+
+/// The protocol of a device, `transport_type` of `struct ibv_device`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub enum WireProtocol {
+    /// InfiniBand or RoCE, which [`PortAttr::link_layer`] tells apart.
+    InfiniBand,
+    /// iWARP: RDMA over TCP connections (RFC 5040 to 5044).
+    Iwarp,
+}
+
+impl fmt::Display for WireProtocol {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::InfiniBand => "InfiniBand or RoCE",
+            Self::Iwarp => "iWARP",
+        })
     }
 }
 

@@ -20,7 +20,7 @@ pub use access::Access;
 pub use addr::{AddressVector, Gid, GidEntry, GidKind, LinkLayer, Mtu, StaticRate};
 pub use caps::{
     AtomicCapability, DataPath, DcAttr, DeviceAttr, PhysicalState, PortAttr, PortState, QpCaps,
-    SrqCaps,
+    SrqCaps, WireProtocol,
 };
 pub use cm::RejectReason;
 pub use event::AsyncEvent;
