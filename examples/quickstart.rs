@@ -37,7 +37,7 @@ use hdrhistogram::Histogram;
 use tokio::sync::mpsc;
 use tokio_rdma::cm::{self, CmConnection};
 use tokio_rdma::op::{Recv, RetryConfig};
-use tokio_rdma::types::{AckTimeout, Rkey, WcStatus};
+use tokio_rdma::types::{AckTimeout, AtomicCapability, Rkey, WcStatus};
 use tokio_rdma::{
     Access, Buf, BufMut, CompletionMode, CompletionQueue, Device, ExposedRegion, Imm, Pool,
     ProtectionDomain, QueuePair, QueuePairEndpoint, RemoteRegion,
@@ -133,16 +133,18 @@ async fn serve(mut peer: Peer) -> Result<()> {
     Ok(())
 }
 
-/// Waits for WRITE_WITH_IMM, which consumes a receive. WRITE and READ produce no completion here.
+/// Waits for WRITE_WITH_IMM, which consumes a receive, or for a message if the device has no
+/// immediate data. WRITE and READ produce no completion here.
 async fn wait_for_write(peer: &Peer, qp: &QueuePair, region: &ExposedRegion) -> Result<()> {
     let received = qp.recv(peer.pool.try_alloc(64)?).await?;
-    check("immediate", received.imm, Some(Imm(7)))?;
-    check("is a write", received.written, true)?;
+    let has_immediate = peer.device.attr().immediate;
+    check("immediate", received.imm, has_immediate.then_some(Imm(7)))?;
+    check("is a write", received.written, has_immediate)?;
 
     let mut text = [0; 13];
     region.read(TEXT.start as usize, &mut text)?;
     check("text", &text, b"hello, remote")?;
-    peer.did("received WRITE_WITH_IMM and found the text in its memory");
+    peer.did("learned of the text and found it in its memory");
     Ok(())
 }
 
@@ -155,7 +157,9 @@ async fn answer_message(
 ) -> Result<Recv<BufMut>> {
     let message = qp.recv(peer.pool.try_alloc(64)?).await?;
     check("message", &message.buffer[..], b"ping")?;
-    check("counter", region.load(COUNTER.start as usize)?, 42)?;
+    if has_atomics(peer) {
+        check("counter", region.load(COUNTER.start as usize)?, 42)?;
+    }
     let next = qp.recv(peer.pool.try_alloc(64)?);
     let answer = qp.send(peer.pool.copy_from(b"pong")?).await;
     // The client's next step may overtake the acknowledgement of this SEND and flush it.
@@ -199,7 +203,11 @@ async fn request(mut peer: Peer) -> Result<Vec<Latency>> {
     let remote = RemoteRegion::from_bytes(&key.buffer).ok_or("invalid address and key")?;
 
     write_and_read(&peer, &qp, remote).await?;
-    change_atomically(&peer, &qp, remote).await?;
+    if has_atomics(&peer) {
+        change_atomically(&peer, &qp, remote).await?;
+    } else {
+        peer.did("changed nothing atomically: the device has no atomics");
+    }
     exchange_messages(&peer, &qp).await?;
     use_wrong_key(&peer, &qp, remote).await?;
 
@@ -222,8 +230,18 @@ async fn write_and_read(peer: &Peer, qp: &QueuePair, remote: RemoteRegion) -> Re
     check("data read", &buffer[..], b"hello, remote")?;
     peer.did("read them back");
 
-    qp.with_imm(Imm(7)).write(buffer, text).await?;
+    if peer.device.attr().immediate {
+        qp.with_imm(Imm(7)).write(buffer, text).await?;
+    } else {
+        // A message arrives after the WRITEs before it.
+        qp.write(buffer, text).await?;
+        qp.send_inline(b"written").await?;
+    }
     Ok(())
+}
+
+fn has_atomics(peer: &Peer) -> bool {
+    peer.device.attr().atomic != AtomicCapability::None
 }
 
 async fn change_atomically(peer: &Peer, qp: &QueuePair, remote: RemoteRegion) -> Result<()> {
@@ -247,6 +265,14 @@ async fn exchange_messages(peer: &Peer, qp: &QueuePair) -> Result<()> {
 
 async fn use_wrong_key(peer: &Peer, qp: &QueuePair, remote: RemoteRegion) -> Result<()> {
     let forged = RemoteRegion::new(remote.addr(), remote.len(), Rkey(!remote.rkey().0));
+    if peer.device.attr().is_iwarp() {
+        // A WRITE completes when TCP has it, so only a READ shows that the peer refuses the key.
+        let Err(error) = qp.read(peer.pool.try_alloc(8)?, forged.slice(..8)?).await else {
+            return Err("a READ with a wrong key succeeded".into());
+        };
+        peer.did(&format!("was refused: {error}"));
+        return Ok(());
+    }
     let Err(error) = qp.write(peer.pool.copy_from(b"intruder")?, forged).await else {
         return Err("a WRITE with a wrong key succeeded".into());
     };
@@ -273,17 +299,22 @@ type Latency = (&'static str, Histogram<u64>);
 async fn measure(peer: &Peer, qp: &QueuePair, remote: RemoteRegion) -> Result<Vec<Latency>> {
     let (word, counter) = (remote.slice(SCRATCH)?, remote.slice(COUNTER)?);
     let payload = peer.pool.copy_from(&[1; 8])?.freeze();
-    Ok(vec![
+    let mut measured = vec![
         ("WRITE 8 B", time(|| async { done(qp.write(payload.clone(), word).await) }).await?),
         ("READ 8 B", time(|| async { done(qp.read(peer.pool.try_alloc(8)?, word).await) }).await?),
-        (
-            "compare-and-swap",
-            time(|| async { done(qp.compare_swap(counter, 42, 42).await) }).await?,
-        ),
-        ("fetch-and-add", time(|| async { done(qp.fetch_add(counter, 1).await) }).await?),
-        ("WRITE_WITH_IMM + answer", time(|| write_and_wait(peer, qp, &payload, word)).await?),
-        ("SEND 8 B + answer", time(|| send_and_wait(peer, qp, &payload)).await?),
-    ])
+    ];
+    if has_atomics(peer) {
+        let swap = || async { done(qp.compare_swap(counter, 42, 42).await) };
+        measured.push(("compare-and-swap", time(swap).await?));
+        let add = || async { done(qp.fetch_add(counter, 1).await) };
+        measured.push(("fetch-and-add", time(add).await?));
+    }
+    if peer.device.attr().immediate {
+        let write = || write_and_wait(peer, qp, &payload, word);
+        measured.push(("WRITE_WITH_IMM + answer", time(write).await?));
+    }
+    measured.push(("SEND 8 B + answer", time(|| send_and_wait(peer, qp, &payload)).await?));
+    Ok(measured)
 }
 
 async fn time<F: Future<Output = Result<()>>>(operation: impl Fn() -> F) -> Result<Histogram<u64>> {
@@ -422,6 +453,8 @@ fn check<T: Debug + PartialEq>(what: &str, is: T, expected: T) -> Result<()> {
 
 enum Place {
     Here,
+    /// Both ends on an iWARP device, which connects by address only.
+    HereByAddress(Device, Arc<cm::Listener>),
     Server(Device, Arc<cm::Listener>),
     Client(Device, SocketAddr),
 }
@@ -441,7 +474,14 @@ impl Place {
             }
         }
         match (listen, connect, from) {
-            (None, None, None) => Ok(Self::Here),
+            (None, None, None) => {
+                let device = Device::open_default_or_software()?;
+                if !device.attr().is_iwarp() {
+                    return Ok(Self::Here);
+                }
+                let listener = cm::Listener::bind(&device, (device.default_address()?, 0)).await?;
+                Ok(Self::HereByAddress(device, Arc::new(listener)))
+            }
             (Some(address), None, None) => {
                 let device = Device::open_default_at(SocketAddr::ip(&address))?;
                 let listener = cm::Listener::bind(&device, address).await?;
@@ -473,6 +513,14 @@ impl Place {
                 Ok([
                     Some(Peer::new("server", Device::open_default_or_software()?, mode, server)?),
                     Some(Peer::new("client", Device::open_default_or_software()?, mode, client)?),
+                ])
+            }
+            Self::HereByAddress(device, listener) => {
+                let server = Rendezvous::Listener(Arc::clone(listener));
+                let client = Rendezvous::Address(listener.local_addr());
+                Ok([
+                    Some(Peer::new("server", device.clone(), mode, server)?),
+                    Some(Peer::new("client", device.clone(), mode, client)?),
                 ])
             }
             Self::Server(device, listener) => {

@@ -106,7 +106,7 @@ async fn serve(listener: &Listener, resources: Resources, options: &Options) -> 
     let qp = request.prepare(resources.builder()).build()?;
     // Posted first: the client may send as soon as the server accepts.
     let receive = resources.receive(&qp).await?;
-    let link = request.accept(&qp, &long_ack_timeout()).await?;
+    let link = request.accept(&qp, &long_ack_timeout(request.device())).await?;
     let start = Instant::now();
     let mut rounds = 0;
     if let Err(error) = answer(&link, &qp, receive, &resources, options, &mut rounds).await {
@@ -184,9 +184,10 @@ async fn disconnects(link: &CmConnection) -> bool {
 async fn ping(resources: Resources, address: SocketAddr, options: &Options) -> Result<()> {
     let source = ExposedRegion::new(&resources.pd, vec![0; options.size], Access::REMOTE_READ)?;
     let sink = ExposedRegion::new(&resources.pd, vec![0; options.size], Access::REMOTE_WRITE)?;
+    let connecting = long_ack_timeout(&resources.device);
     let connecting = match options.source {
-        Some(source) => long_ack_timeout().source(source),
-        None => long_ack_timeout(),
+        Some(source) => connecting.source(source),
+        None => connecting,
     };
     let route = cm::resolve_with(&resources.device, address, &connecting).await?;
     let qp = route.prepare(resources.builder()).build()?;
@@ -229,10 +230,11 @@ fn pattern(round: u32, size: usize) -> Vec<u8> {
 // Either end.
 
 /// Sets an ACK timeout of 0.5 s, which is retried six times: the peer may wait for a processor. The
-/// keepalive detects a killed peer while this end waits to receive.
-fn long_ack_timeout() -> ConnectConfig {
+/// keepalive detects a killed peer while this end waits to receive; on iWARP, TCP has both.
+fn long_ack_timeout(device: &Device) -> ConnectConfig {
     let transport = RetryConfig { timeout: AckTimeout::from_code(17), ..RetryConfig::default() };
-    ConnectConfig::default().retries(transport).keepalive(Some(Duration::from_secs(1)))
+    let keepalive = (!device.attr().is_iwarp()).then_some(Duration::from_secs(1));
+    ConnectConfig::default().retries(transport).keepalive(keepalive)
 }
 
 /// Adds the round, how the connection ended, and the counters: the end of a connection flushes all

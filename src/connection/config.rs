@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use bytes::Bytes;
 use rdma_message_proto::flow::RESERVE;
-use rdma_message_proto::frame::{MAX_RECEIVES, OFFER_LEN};
+use rdma_message_proto::frame::{MAX_RECEIVES, OFFER_LEN, TRAILER};
 use rdma_message_proto::handshake::{Handshake, HandshakeError, Service};
 use rdma_message_proto::protocol::Settings;
 use rdma_message_proto::timers::Times;
@@ -68,6 +68,9 @@ pub struct ConnectionConfig {
     pub(super) send_buffers: u32,
     pub(super) max_send_wr: u32,
     pub(super) max_inline: u32,
+    /// As on an iWARP device.
+    #[cfg(test)]
+    pub(super) headers_at_end: bool,
     pub(super) max_eager: u32,
     pub(super) preallocate: bool,
     pub(super) budget: BufferBudget,
@@ -112,6 +115,8 @@ impl Default for ConnectionConfig {
             send_buffers: 64,
             max_send_wr: 128,
             max_inline: 64,
+            #[cfg(test)]
+            headers_at_end: false,
             max_eager: 64 << 10,
             preallocate: false,
             budget: BufferBudget::process(),
@@ -397,8 +402,9 @@ impl ConnectionConfig {
         Ok(cm.retries(self.retries).private_data(handshake))
     }
 
-    /// Returns the protocol's settings for a queue pair that takes `max_inline` bytes.
-    pub(super) fn protocol(&self, max_inline: u32) -> Settings {
+    /// Returns the protocol's settings for a queue pair that takes `max_inline` bytes, of which
+    /// frames end with `trailer` bytes of header.
+    pub(super) fn protocol(&self, max_inline: u32, trailer: usize) -> Settings {
         Settings {
             service: self.service,
             first_receives: self.first_receives(),
@@ -407,8 +413,9 @@ impl ConnectionConfig {
             max_message: self.max_message,
             frame: self.receive_buffer_size as usize,
             eager: self.max_eager as usize,
-            inline: max_inline.min(self.max_inline) as usize,
+            inline: (max_inline.min(self.max_inline) as usize).saturating_sub(trailer),
             max_offered: self.send_memory,
+            trailer,
             times: Times {
                 keepalive: self.keepalive,
                 stall: self.stall_timeout,
@@ -416,6 +423,16 @@ impl ConnectionConfig {
                 shrink: self.shrink_after,
             },
         }
+    }
+
+    /// Returns the bytes of a header at the end of each frame on this device: none if headers are
+    /// immediate data. All iWARP devices agree, even those that have immediate data.
+    pub(super) fn trailer(&self, device: &Device) -> usize {
+        #[cfg(test)]
+        if self.headers_at_end {
+            return TRAILER;
+        }
+        if device.attr().is_iwarp() { TRAILER } else { 0 }
     }
 
     pub(super) fn receives(&self) -> u32 {
@@ -443,11 +460,12 @@ impl ConnectionConfig {
         }
         let attr = device.attr();
         let at_least = SetupError::at_least;
-        at_least("receive_buffer_size", self.receive_buffer_size.into(), OFFER_LEN as u64)?;
+        let least = (OFFER_LEN + self.trailer(device)) as u64;
+        at_least("receive_buffer_size", self.receive_buffer_size.into(), least)?;
         at_least("receive_buffers", self.receive_buffers.into(), 1)?;
         at_least("send_buffers", self.send_buffers.into(), 1)?;
         at_least("max_send_wr", self.max_send_wr.into(), 2)?;
-        at_least("max_inline", self.max_inline.into(), OFFER_LEN as u64)?;
+        at_least("max_inline", self.max_inline.into(), least)?;
         check_time("keepalive interval in milliseconds", self.keepalive.map(|(every, _)| every))?;
         check_time("keepalive timeout in milliseconds", self.keepalive.map(|(_, within)| within))?;
         check_time("stall_timeout in milliseconds", self.stall_timeout)?;

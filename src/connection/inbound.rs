@@ -44,8 +44,9 @@ impl ConnectionState {
     }
 
     fn on_frame(&mut self, received: Received<BufMut>) -> Result<(), CloseReason> {
-        let Received { buffer, len, imm, written, .. } = received;
-        let frame = self.protocol.on_frame(imm.map(|imm| imm.0), buffer.len(), written)?;
+        let Received { mut buffer, len, imm, written, .. } = received;
+        let header = self.io.header(&mut buffer, imm);
+        let frame = self.protocol.on_frame(header, buffer.len(), written)?;
         for _ in 0..frame.fetched {
             if let Some(region) = self.outbox.offers.pop_front() {
                 self.protocol.sending.fetched(region.len());

@@ -116,7 +116,7 @@ impl ConnectionState {
     }
 
     pub(super) fn send_short(&mut self, header: Header, payload: &[u8]) {
-        let send = self.io.frame(header).send_inline(payload);
+        let send = self.io.send_inline(header, payload);
         self.add_sent(if header.kind == Kind::Abort {
             Sent::Abort(send)
         } else {
@@ -305,7 +305,11 @@ impl ConnectionState {
         len > self.protocol.framing().eager() as u64 && len <= self.limits.send
     }
 
+    /// Returns true if `buffer` can be sent in place. A header at the end needs a copy.
     pub(super) fn is_registered(&self, buffer: &Buf) -> bool {
+        if self.io.trailer > 0 {
+            return false;
+        }
         let own = PdKey(self.io.qp.protection_domain().id());
         buffer.single().is_some_and(|(_, pd)| pd == own)
     }
@@ -389,7 +393,7 @@ impl ConnectionState {
 
     pub(super) fn send_copied(&mut self, kind: Kind, buffer: BufMut) {
         let header = self.protocol.flow.send(kind);
-        let send = self.io.frame(header).send(buffer);
+        let send = self.io.send_buffer(header, buffer);
         self.add_sent(Sent::Copied(send));
     }
 

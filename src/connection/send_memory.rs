@@ -21,12 +21,20 @@ pub(super) struct SendMemory {
     configured: usize,
     is_elastic: bool,
     charged: u64,
+    /// Bytes of each buffer beyond those of a frame.
+    trailer: usize,
 }
 
 impl SendMemory {
-    pub(super) fn new(pool: Option<Pool>, config: &ConnectionConfig) -> Self {
+    pub(super) fn new(pool: Option<Pool>, config: &ConnectionConfig, trailer: usize) -> Self {
         let most = config.send_buffers as usize;
-        Self { pool, most, configured: most, is_elastic: config.is_elastic(), charged: 0 }
+        let is_elastic = config.is_elastic();
+        Self { pool, most, configured: most, is_elastic, charged: 0, trailer }
+    }
+
+    /// Returns the longest frame that a buffer of `pool` holds.
+    fn frame_of(&self, pool: &Pool) -> usize {
+        pool.buffer_size() - self.trailer
     }
 
     pub(super) fn most(&self) -> usize {
@@ -51,7 +59,7 @@ impl SendMemory {
 
     /// Returns true if these have less than `len` bytes and can be replaced.
     pub(super) fn is_shorter_than(&self, len: usize) -> bool {
-        self.is_elastic && self.pool.as_ref().is_some_and(|pool| pool.buffer_size() < len)
+        self.is_elastic && self.pool.as_ref().is_some_and(|pool| self.frame_of(pool) < len)
     }
 
     pub(super) fn is_grown(&self) -> bool {
@@ -59,7 +67,7 @@ impl SendMemory {
     }
 
     fn take_whole(&self) -> Option<BufMut> {
-        self.pool.as_ref().and_then(|pool| pool.try_alloc(pool.buffer_size()).ok())
+        self.pool.as_ref().and_then(|pool| pool.try_alloc(self.frame_of(pool)).ok())
     }
 
     #[inline]
@@ -75,6 +83,8 @@ impl SendMemory {
         size: usize,
         budget: &mut BudgetGuard,
     ) -> Result<bool, SetupError> {
+        // A frame of the first size and its header fit in a receive of that size.
+        let size = size + self.trailer;
         let (total, size) =
             self.pool.as_ref().map_or((0, size), |pool| (pool.total(), pool.buffer_size()));
         let more = total.max(FIRST).min(self.most.saturating_sub(total));

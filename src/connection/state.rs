@@ -23,6 +23,7 @@ use rdma_message_proto::refusal::MAX_REJECT_DATA;
 use rdma_message_proto::sending::{Blocked, Waits};
 use rdma_message_proto::timers::Observed;
 use rdma_provider::later;
+use smallvec::SmallVec;
 use tokio::runtime;
 
 use super::budget::BudgetGuard;
@@ -31,6 +32,7 @@ use super::error::CloseReason;
 use super::inbox::Inbox;
 use super::jobs::Jobs;
 use super::message_memory::FetchMemory;
+use super::outbound::INLINE;
 use super::outbox::{Outbox, Sent};
 use super::receives::Receives;
 use super::send_memory::SendMemory;
@@ -41,8 +43,8 @@ use crate::cm::CmConnection;
 use crate::engine::is_current;
 use crate::error::{OpErrorKind, SetupError};
 use crate::forked;
-use crate::memory::{Pool, RemoteRegion};
-use crate::op::{Destination, Posting, QueuePair};
+use crate::memory::{BufMut, Pool, RemoteRegion};
+use crate::op::{Destination, Posting, QueuePair, Send};
 use crate::types::Imm;
 use crate::waiters::{Ticket, Waiters};
 
@@ -80,15 +82,58 @@ pub(super) struct Io {
     /// The runtime of the driver, once there is one.
     pub(super) runtime: Option<runtime::Id>,
     pub(super) wakes_driver: bool,
+    /// The bytes of the header at the end of each frame; 0 if it is immediate data.
+    pub(super) trailer: usize,
 }
 
 impl Io {
-    /// Returns the SENDs of a frame. The peer waits for solicited messages only; a `Part` is not
-    /// solicited, because the peer cannot use it before the `Data` that follows.
+    /// Returns the SENDs of a frame with its header as immediate data. The peer waits for solicited
+    /// messages only; a `Part` is not solicited, because the peer cannot use it before the `Data`
+    /// that follows.
     #[inline]
     pub(super) fn frame(&self, header: Header) -> Posting<Destination<'_>, Imm> {
         let frame = self.qp.with_imm(Imm(header.encode()));
         if header.kind == Kind::Part { frame } else { frame.solicited() }
+    }
+
+    /// Returns the SENDs of a frame that ends with its header.
+    #[cold]
+    fn frame_with_trailer(&self, header: Header) -> Posting<Destination<'_>> {
+        let frame = Posting::new(self.qp.destination());
+        if header.kind == Kind::Part { frame } else { frame.solicited() }
+    }
+
+    /// Sends a frame within its work request.
+    pub(super) fn send_inline(&self, header: Header, payload: &[u8]) -> Send<()> {
+        if self.trailer == 0 {
+            return self.frame(header).send_inline(payload);
+        }
+        let mut bytes = SmallVec::<[u8; INLINE]>::from_slice(payload);
+        bytes.extend_from_slice(&header.encode().to_be_bytes());
+        self.frame_with_trailer(header).send_inline(&bytes)
+    }
+
+    /// Sends a frame from a buffer that the frame's header fits in after the payload.
+    pub(super) fn send_buffer(&self, header: Header, mut payload: BufMut) -> Send<BufMut> {
+        if self.trailer == 0 {
+            return self.frame(header).send(payload);
+        }
+        let len = payload.len();
+        let fits = payload.resize(len + self.trailer);
+        debug_assert!(fits.is_ok(), "send buffers have room for the header");
+        payload[len..].copy_from_slice(&header.encode().to_be_bytes());
+        self.frame_with_trailer(header).send(payload)
+    }
+
+    /// Returns the header of a received frame. If the payload ends with it, cuts it off.
+    #[inline]
+    pub(super) fn header(&self, payload: &mut BufMut, imm: Option<Imm>) -> Option<u32> {
+        if self.trailer == 0 {
+            return imm.map(|imm| imm.0);
+        }
+        let header = payload.last_chunk().copied()?;
+        payload.truncate(payload.len() - self.trailer);
+        Some(u32::from_be_bytes(header))
     }
 
     pub(super) fn wake_driver(&mut self) {
@@ -122,6 +167,7 @@ impl ConnectionState {
         (receive_pool, send_pool): (Pool, Option<Pool>),
         budget: BudgetGuard,
     ) -> Self {
+        let trailer = config.trailer(qp.protection_domain().device());
         let limits = Limits {
             held: 0,
             is_elastic: config.is_elastic(),
@@ -130,10 +176,10 @@ impl ConnectionState {
             linger: config.close_timeout,
         };
         let mut state = Self {
-            protocol: Protocol::new(config.protocol(qp.caps().max_inline)),
+            protocol: Protocol::new(config.protocol(qp.caps().max_inline, trailer)),
             limits,
             memory: Memory {
-                send: SendMemory::new(send_pool, config),
+                send: SendMemory::new(send_pool, config, trailer),
                 fetch: FetchMemory::new(qp.protection_domain(), config.receive_memory),
                 budget,
                 jobs: Jobs::None,
@@ -144,7 +190,14 @@ impl ConnectionState {
             waiting: Waiting::default(),
             stream: StreamState::default(),
             counters: ConnectionCounters::default(),
-            io: Io { notifies: qp.notifies(), link: None, runtime: None, wakes_driver: false, qp },
+            io: Io {
+                notifies: qp.notifies(),
+                link: None,
+                runtime: None,
+                wakes_driver: false,
+                trailer,
+                qp,
+            },
         };
         state.post_receives(config.first_receives());
         state

@@ -44,8 +44,8 @@ pub struct Qp {
     /// Last state set. Drivers differ on work posted too early: some refuse it but leave it in the
     /// ring, some accept it.
     state: AtomicU8,
-    /// True if the device does not report the state of a queue pair, as siw.
-    hides_state: bool,
+    /// True for siw, which neither reports the state of a queue pair nor resets it.
+    is_siw: bool,
     /// Lowest state in which a single plain request of RC is passed to libibverbs without a list;
     /// `u8::MAX`: never, as for queue pairs that post directly.
     single_from: u8,
@@ -196,7 +196,7 @@ impl Qp {
             caps: convert::caps_from(&granted),
             receives: init.srq.is_none() && init.transport != Transport::Dci,
             state: AtomicU8::new(QpState::Reset as u8),
-            hides_state: device.vendor_id == SIW,
+            is_siw: device.vendor_id == SIW,
             single_from,
             groups: Mutex::default(),
         }
@@ -301,6 +301,11 @@ impl contract::Qp for Qp {
         if !convert::fits(attr) {
             return Err(VerbError::new("ibv_modify_qp", VerbError::EINVAL));
         }
+        // siw says that it has done so, but leaves the queue pair in the error state.
+        if self.is_siw && attr.state == Some(QpState::Reset) {
+            let verb = "ibv_modify_qp (siw cannot reset a queue pair; create another one)";
+            return Err(VerbError::new(verb, VerbError::EOPNOTSUPP));
+        }
         let mut raw = convert::qp_attr_to(attr);
         // An earlier state refuses work from now on, a later one accepts it once the device has
         // agreed.
@@ -340,7 +345,7 @@ impl contract::Qp for Qp {
         sys::status("ibv_query_qp", unsafe {
             ibv_query_qp(self.raw(), &raw mut raw, mask, &raw mut init)
         })?;
-        if self.hides_state {
+        if self.is_siw {
             raw.qp_state = self.state.load(Ordering::Acquire).into();
         }
         Ok(convert::qp_attr_from(&raw, self.transport))

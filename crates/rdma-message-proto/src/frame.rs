@@ -1,5 +1,6 @@
-//! Frames: SENDs with a header as immediate data. The payload is a message, an offer, a change of
-//! receives or nothing.
+//! Frames: SENDs with a header as immediate data or, on iWARP devices, which have none, as the last
+//! four bytes in big-endian order. The payload is a message, an offer, a change of receives or
+//! nothing.
 //!
 //! ```text
 //!  31      29  28  27            14 13             0
@@ -85,6 +86,9 @@ impl Header {
         }
     }
 }
+
+/// The bytes of a header at the end of a frame, if it is not immediate data.
+pub const TRAILER: usize = 4;
 
 /// The payload length of an offer: address, length and key.
 pub const OFFER_LEN: usize = 20;

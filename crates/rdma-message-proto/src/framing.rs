@@ -10,16 +10,24 @@ pub struct Framing {
     own_frame: usize,
     own_eager: usize,
     longest: usize,
+    trailer: usize,
 }
 
 impl Framing {
-    pub(crate) fn new(own_frame: usize, own_eager: usize) -> Self {
-        Self { sizes: Sizes::new(0), frame: 0, eager: 0, own_frame, own_eager, longest: 0 }
+    pub(crate) fn new(own_frame: usize, own_eager: usize, trailer: usize) -> Self {
+        let sizes = Sizes::new(0);
+        Self { sizes, frame: 0, eager: 0, own_frame, own_eager, longest: 0, trailer }
+    }
+
+    /// Returns the longest payload of a frame for receives of `size` bytes.
+    #[inline]
+    fn payload(&self, size: u32) -> usize {
+        self.own_frame.min(size as usize).saturating_sub(self.trailer)
     }
 
     pub(crate) fn set_peer(&mut self, first: u32, longest: u32) {
         self.sizes = Sizes::new(first);
-        self.longest = self.own_frame.min(longest as usize);
+        self.longest = self.payload(longest);
     }
 
     /// Returns the longest frame for the receives announced last.
@@ -54,7 +62,7 @@ impl Framing {
         }
         let next = flow.next_receive();
         self.sizes.settle(next);
-        self.frame.min(self.sizes.at(next.wrapping_add(ahead)) as usize)
+        self.frame.min(self.payload(self.sizes.at(next.wrapping_add(ahead))))
     }
 
     /// Returns `None` if the message needs more than `most` frames, or more than the peer's
@@ -76,7 +84,7 @@ impl Framing {
     }
 
     pub(crate) fn limit(&mut self, size: u32, frames: usize) {
-        self.frame = self.own_frame.min(size as usize);
+        self.frame = self.payload(size);
         self.eager = self.frame.max(self.own_eager.min(self.frame.saturating_mul(frames)));
     }
 }

@@ -42,6 +42,7 @@ pub fn frames(bytes: &[u8]) {
         eager: 1 << 16,
         inline: 0,
         max_offered: 0,
+        trailer: 0,
         times: Times::default(),
     });
     let window = RESERVE + 1 + u32::from(window);

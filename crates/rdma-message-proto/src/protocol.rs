@@ -35,6 +35,9 @@ pub struct Settings {
     pub inline: usize,
     /// The maximum of offered bytes, except that one message may always be offered.
     pub max_offered: u64,
+    /// The bytes at the end of each frame that are not payload: [`TRAILER`](crate::frame::TRAILER)
+    /// if headers are not immediate data.
+    pub trailer: usize,
     pub times: Times,
 }
 
@@ -79,13 +82,13 @@ impl<R: Reason> Protocol<R> {
     /// Creates the state before [`set_peer`](Self::set_peer).
     pub fn new(settings: Settings) -> Self {
         let Settings { service, receives, max_message, frame, eager, times, .. } = settings;
-        let Settings { first_receives, grows, inline, max_offered, .. } = settings;
+        let Settings { first_receives, grows, inline, max_offered, trailer, .. } = settings;
         Self {
             flow: Flow::new(first_receives, 0),
             sending: Sending::new(inline, max_offered),
             growth: Growth::new(first_receives, receives, eager as u64, grows),
             incoming: Incoming::new(service, receives, max_message),
-            framing: Framing::new(frame, eager),
+            framing: Framing::new(frame, eager, trailer),
             peer_receives: (0, 0),
             times,
             phase: Phase::Running(Stage::Open),
@@ -460,6 +463,7 @@ mod tests {
             eager: 100,
             inline: 10,
             max_offered: 1000,
+            trailer: 0,
             times: Times::default(),
         };
         let peer = Handshake { buffer_size: 100, receives: 12, max_message: 100, grows: false };

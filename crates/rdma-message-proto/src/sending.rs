@@ -255,6 +255,7 @@ mod tests {
             eager: EAGER,
             inline: INLINE,
             max_offered: MAX_OFFERED,
+            trailer: 0,
             times: Times::default(),
         };
         let size = FRAME as u32;

@@ -77,7 +77,8 @@ impl ConnectionState {
                     self.memory.send.most = total;
                 }
                 self.limits.held = frame.min(FIRST_SIZE as usize);
-                self.limit_frames(Some(if total > 0 { frame as u32 } else { FIRST_SIZE }));
+                let receive = (frame + self.io.trailer) as u32;
+                self.limit_frames(Some(if total > 0 { receive } else { FIRST_SIZE }));
                 Ok(Err(Blocked::Buffers(frames.min(total.max(1)))))
             }
         }
@@ -109,6 +110,7 @@ impl ConnectionState {
     }
 
     fn drop_shorter_send_memory(&mut self, len: usize) {
+        let len = len + self.io.trailer;
         let other =
             self.memory.send.take_if(&mut self.memory.budget, |pool| pool.buffer_size() < len);
         other.into_iter().for_each(later::dispose);

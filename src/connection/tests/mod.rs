@@ -6,6 +6,7 @@ mod shared_completions;
 mod silent_peer;
 mod stopped_driver;
 mod streams;
+mod trailers;
 mod unaccepted;
 mod unconfirmed;
 mod waiting;

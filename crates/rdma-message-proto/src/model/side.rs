@@ -317,6 +317,7 @@ fn protocol(service: Service, receives: u32, window: u32) -> Protocol<TestReason
         eager: 100,
         inline: 0,
         max_offered: 0,
+        trailer: 0,
         times: Times::default(),
     });
     let peer =
