@@ -115,28 +115,28 @@ async fn task<T: Send + 'static>(
 // The server.
 
 async fn serve(mut peer: Peer) -> Result<()> {
-    let qp = peer.connect().await?;
+    let (qp, [written, message]) = peer.connect().await?;
 
     // Peers may access an `ExposedRegion`. `grant` returns its address, length and key.
     let region = ExposedRegion::new(&peer.pd, vec![0; 4096], Access::REMOTE_ALL)?;
     qp.send(peer.pool.copy_from(&region.grant().to_bytes())?).await?;
     peer.did("exposed 4096 bytes and sent their address and key");
 
-    wait_for_write(&peer, &qp, &region).await?;
-    let next = answer_message(&peer, &qp, &region).await?;
+    wait_for_write(&peer, written, &region).await?;
+    let next = answer_message(&peer, &qp, message, &region).await?;
     wait_for_disconnect(&peer, next).await?;
 
     // The client's grant is also valid on the new connection.
-    let qp = peer.connect().await?;
-    answer_until_empty(&peer, &qp).await?;
+    let (qp, [first]) = peer.connect().await?;
+    answer_until_empty(&peer, &qp, first).await?;
     qp.close().await;
     Ok(())
 }
 
 /// Waits for WRITE_WITH_IMM, which consumes a receive, or for a message if the device has no
 /// immediate data. WRITE and READ produce no completion here.
-async fn wait_for_write(peer: &Peer, qp: &QueuePair, region: &ExposedRegion) -> Result<()> {
-    let received = qp.recv(peer.pool.try_alloc(64)?).await?;
+async fn wait_for_write(peer: &Peer, written: Recv<BufMut>, region: &ExposedRegion) -> Result<()> {
+    let received = written.await?;
     let has_immediate = peer.device.attr().immediate;
     check("immediate", received.imm, has_immediate.then_some(Imm(7)))?;
     check("is a write", received.written, has_immediate)?;
@@ -153,9 +153,10 @@ async fn wait_for_write(peer: &Peer, qp: &QueuePair, region: &ExposedRegion) -> 
 async fn answer_message(
     peer: &Peer,
     qp: &QueuePair,
+    message: Recv<BufMut>,
     region: &ExposedRegion,
 ) -> Result<Recv<BufMut>> {
-    let message = qp.recv(peer.pool.try_alloc(64)?).await?;
+    let message = message.await?;
     check("message", &message.buffer[..], b"ping")?;
     if has_atomics(peer) {
         check("counter", region.load(COUNTER.start as usize)?, 42)?;
@@ -183,8 +184,7 @@ async fn wait_for_disconnect(peer: &Peer, next: Recv<BufMut>) -> Result<()> {
     }
 }
 
-async fn answer_until_empty(peer: &Peer, qp: &QueuePair) -> Result<()> {
-    let mut next = qp.recv(peer.pool.try_alloc(64)?);
+async fn answer_until_empty(peer: &Peer, qp: &QueuePair, mut next: Recv<BufMut>) -> Result<()> {
     loop {
         let request = next.await?;
         if request.len == 0 {
@@ -198,8 +198,8 @@ async fn answer_until_empty(peer: &Peer, qp: &QueuePair) -> Result<()> {
 // The client.
 
 async fn request(mut peer: Peer) -> Result<Vec<Latency>> {
-    let qp = peer.connect().await?;
-    let key = qp.recv(peer.pool.try_alloc(RemoteRegion::ENCODED_LEN)?).await?;
+    let (qp, [key]) = peer.connect().await?;
+    let key = key.await?;
     let remote = RemoteRegion::from_bytes(&key.buffer).ok_or("invalid address and key")?;
 
     write_and_read(&peer, &qp, remote).await?;
@@ -211,7 +211,7 @@ async fn request(mut peer: Peer) -> Result<Vec<Latency>> {
     exchange_messages(&peer, &qp).await?;
     use_wrong_key(&peer, &qp, remote).await?;
 
-    let qp = peer.connect().await?;
+    let (qp, []) = peer.connect().await?;
     peer.did("reconnected");
     let latencies = measure(&peer, &qp, remote).await?;
     qp.send(peer.pool.try_alloc(0)?).await?;
@@ -411,27 +411,37 @@ impl Peer {
         Ok(Self { name, device, pd, queue, pool, rendezvous, link: None })
     }
 
-    async fn connect(&mut self) -> Result<QueuePair> {
+    /// Posts `N` receives and connects. Receives come first, so that each message finds one: an
+    /// InfiniBand or RoCE device would repeat a message, an iWARP device fails.
+    async fn connect<const N: usize>(&mut self) -> Result<(QueuePair, [Recv<BufMut>; N])> {
         let builder = QueuePair::builder(&self.pd, &self.queue);
+        let pool = &self.pool;
+        let post = |qp: &QueuePair| -> Result<[Recv<BufMut>; N]> {
+            let all = (0..N).map(|_| Ok(qp.recv(pool.try_alloc(64)?)));
+            Ok(all.collect::<Result<Vec<_>>>()?.try_into().map_err(|_| "not N receives")?)
+        };
         match &mut self.rendezvous {
             Rendezvous::Channel(to_peer, from_peer) => {
                 let qp = builder.build()?;
+                let receives = post(&qp)?;
                 to_peer.send(qp.endpoint()).await?;
                 let theirs = from_peer.recv().await.ok_or("the peer has exited")?;
                 qp.connect(&theirs)?;
-                Ok(qp)
+                Ok((qp, receives))
             }
             Rendezvous::Listener(listener) => {
                 let request = listener.accept().await?;
                 let qp = request.prepare(builder).build()?;
+                let receives = post(&qp)?;
                 self.link = Some(request.accept(&qp, &long_ack_timeout()).await?);
-                Ok(qp)
+                Ok((qp, receives))
             }
             Rendezvous::Address(address) => {
                 let route = cm::resolve(&self.device, *address).await?;
                 let qp = route.prepare(builder).build()?;
+                let receives = post(&qp)?;
                 self.link = Some(route.connect(&qp, &long_ack_timeout()).await?);
-                Ok(qp)
+                Ok((qp, receives))
             }
         }
     }

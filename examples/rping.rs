@@ -106,7 +106,7 @@ async fn serve(listener: &Listener, resources: Resources, options: &Options) -> 
     let qp = request.prepare(resources.builder()).build()?;
     // Posted first: the client may send as soon as the server accepts.
     let receive = resources.receive(&qp).await?;
-    let link = request.accept(&qp, &long_ack_timeout(request.device())).await?;
+    let link = request.accept(&qp, &long_ack_timeout(&resources.device)).await?;
     let start = Instant::now();
     let mut rounds = 0;
     if let Err(error) = answer(&link, &qp, receive, &resources, options, &mut rounds).await {

@@ -145,6 +145,7 @@ impl contract::Context<Any> for Context {
     forward! {
         fn may_block() -> bool;
         fn reports_last_receive() -> bool;
+        fn flushes_late_work() -> bool;
         fn random() -> Result<u64, VerbError>;
         fn attr() -> &DeviceAttr;
         fn port(port: PortNum) -> Result<PortAttr, VerbError>;

@@ -20,7 +20,7 @@ use super::drainer::Drainer;
 use super::wake_list::Teardown;
 use super::work_queue::{DeviceQueue, WorkQueue};
 use super::work_request::Limits;
-use crate::error::{OpErrorKind, SetupError, VerbError};
+use crate::error::{CompletionError, OpErrorKind, SetupError, VerbError};
 use crate::memory::WindowSet;
 use crate::sync::lock;
 use crate::types::{QpAttr, QpState};
@@ -143,7 +143,15 @@ impl QueuePairCore {
     pub(crate) fn modify(&self, attr: &QpAttr) -> Result<(), SetupError> {
         let change = self.change.lock();
         if attr.state != Some(QpState::Reset) {
-            return self.qp()?.modify(attr);
+            let qp = self.qp()?;
+            qp.modify(attr)?;
+            drop(change);
+            if attr.state == Some(QpState::Err) && !qp.flushes_late_work() {
+                // What the device has not flushed by now was posted too late for it.
+                let flushed = OpErrorKind::Completion(CompletionError::flushed(qp.qpn()));
+                self.queues().for_each(|queue| queue.cq().abandon(queue, flushed, false));
+            }
+            return Ok(());
         }
         if let Some(SharedReceives { queue, .. }) = &self.shared {
             // A reset discards the completions of the queue pair, and only they record the receives

@@ -250,6 +250,10 @@ impl Qp {
         }
     }
 
+    pub(crate) fn flushes_late_work(&self) -> bool {
+        self.pd.device().context().flushes_late_work()
+    }
+
     pub(crate) fn last_state(&self) -> QpState {
         *self.last_state.lock()
     }

@@ -350,6 +350,11 @@ impl contract::Context<Ibverbs> for Context {
         self.attr.vendor_id != SOFT_ROCE
     }
 
+    fn flushes_late_work(&self) -> bool {
+        // siw flushes its rings when the state changes, and looks at neither of them afterwards.
+        self.attr.vendor_id != SIW
+    }
+
     fn attr(&self) -> &DeviceAttr {
         &self.attr
     }

@@ -44,7 +44,8 @@ pub struct Qp {
     /// Last state set. Drivers differ on work posted too early: some refuse it but leave it in the
     /// ring, some accept it.
     state: AtomicU8,
-    /// True for siw, which neither reports the state of a queue pair nor resets it.
+    /// True for siw, which does not report the state of a queue pair, does not reset it, and does
+    /// not flush what is posted in the error state.
     is_siw: bool,
     /// Lowest state in which a single plain request of RC is passed to libibverbs without a list;
     /// `u8::MAX`: never, as for queue pairs that post directly.
@@ -243,10 +244,17 @@ impl Qp {
         }
     }
 
+    /// Returns true if work that is posted now would never complete.
+    #[inline]
+    fn is_closed(&self, state: u8) -> bool {
+        self.is_siw && state == QpState::Err as u8
+    }
+
     /// Refuses work in states below `first`.
     #[inline]
     fn check(&self, verb: &'static str, first: u8) -> Result<(), PostError> {
-        if self.state.load(Ordering::Acquire) >= first {
+        let state = self.state.load(Ordering::Acquire);
+        if state >= first && !self.is_closed(state) {
             return Ok(());
         }
         Err(PostError { posted: 0, error: VerbError::new(verb, VerbError::EINVAL) })
@@ -368,7 +376,8 @@ impl contract::Qp for Qp {
         let Some(wr) = list.next() else { return Ok(()) };
         // Copied so that its fields stay in registers; only `post_list` needs it in memory.
         let wr = *wr.borrow();
-        let posted = if self.state.load(Ordering::Acquire) >= self.single_from && is_plain(&wr) {
+        let state = self.state.load(Ordering::Acquire);
+        let posted = if state >= self.single_from && is_plain(&wr) && !self.is_closed(state) {
             match self.extended {
                 // SAFETY: S1: the caller's promise; S3: the queue pair is alive.
                 Some(qp) => unsafe { ibv_post::extended_in_place(qp.as_ptr(), &wr) },

@@ -60,6 +60,13 @@ pub trait Context<P: Provider>: Debug + Send + Sync {
     /// then.
     fn reports_last_receive(&self) -> bool;
 
+    /// Returns false if work never completes that is posted when the queue pair is in the error
+    /// state. Then the change to this state has queued the completions of all other work when it
+    /// returns, the device accesses no buffer any more, and later posts fail with EINVAL.
+    fn flushes_late_work(&self) -> bool {
+        true
+    }
+
     /// Returns true if registering memory, deregistering it, and creating a channel of the
     /// connection manager may take milliseconds.
     fn may_block(&self) -> bool;

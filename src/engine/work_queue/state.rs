@@ -10,7 +10,7 @@ use super::watch::Watch;
 use crate::engine::slot::Slot;
 use crate::engine::slot_table::Cursor;
 use crate::engine::work_request::{Queued, WorkKind, WorkRequest};
-use crate::error::{OpErrorKind, VerbError};
+use crate::error::{CompletionError, OpErrorKind, VerbError};
 use crate::types::{QpState, RecvWr, Sge, WrId};
 use crate::verbs::{PostError, Qp, Srq};
 
@@ -105,6 +105,9 @@ impl WorkQueueState {
             Some(DeviceQueue::Shared(_)) | None => return OpErrorKind::Post(error),
         };
         match qp.query() {
+            Ok((QpState::Err, _)) if !qp.flushes_late_work() => {
+                OpErrorKind::Completion(CompletionError::flushed(qp.qpn()))
+            }
             Ok((state, _)) if !takes(state) => OpErrorKind::State { qpn: qp.qpn(), state, error },
             _ => OpErrorKind::Post(error),
         }
