@@ -68,9 +68,9 @@ pub struct ConnectionConfig {
     pub(super) send_buffers: u32,
     pub(super) max_send_wr: u32,
     pub(super) max_inline: u32,
-    /// As on an iWARP device.
+    /// Makes connections as those of an iWARP device.
     #[cfg(test)]
-    pub(super) headers_at_end: bool,
+    pub(super) like_iwarp: bool,
     pub(super) max_eager: u32,
     pub(super) preallocate: bool,
     pub(super) budget: BufferBudget,
@@ -116,7 +116,7 @@ impl Default for ConnectionConfig {
             max_send_wr: 128,
             max_inline: 64,
             #[cfg(test)]
-            headers_at_end: false,
+            like_iwarp: false,
             max_eager: 64 << 10,
             preallocate: false,
             budget: BufferBudget::process(),
@@ -428,11 +428,16 @@ impl ConnectionConfig {
     /// Returns the bytes of a header at the end of each frame on this device: none if headers are
     /// immediate data. All iWARP devices agree, even those that have immediate data.
     pub(super) fn trailer(&self, device: &Device) -> usize {
+        if self.is_iwarp(device) { TRAILER } else { 0 }
+    }
+
+    /// Returns true if frames end with their header, and the connecting side sends the first one.
+    pub(super) fn is_iwarp(&self, device: &Device) -> bool {
         #[cfg(test)]
-        if self.headers_at_end {
-            return TRAILER;
+        if self.like_iwarp {
+            return true;
         }
-        if device.attr().is_iwarp() { TRAILER } else { 0 }
+        device.attr().is_iwarp()
     }
 
     pub(super) fn receives(&self) -> u32 {

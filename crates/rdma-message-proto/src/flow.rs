@@ -91,6 +91,8 @@ pub struct Flow {
     /// Receives that the peer asks this end to skip, and those that it has skipped.
     to_skip: u32,
     skipped: u32,
+    /// No frame may be sent before one has arrived.
+    waits: bool,
 
     // Receiving.
     /// Own receives that the peer knows of, including the reserve, without skipped ones.
@@ -126,6 +128,7 @@ impl Flow {
             fin_acked: false,
             to_skip: 0,
             skipped: 0,
+            waits: false,
             receives,
             resize: None,
             skips: 0,
@@ -148,8 +151,19 @@ impl Flow {
         self.window = window;
     }
 
+    /// Makes this end send nothing before a frame of the peer has arrived.
+    pub fn wait_for_peer(&mut self) {
+        self.waits = true;
+    }
+
+    /// Makes an `Ack` due, for which the peer [waits](Self::wait_for_peer).
+    pub fn greet(&mut self) {
+        self.ack_requested = true;
+    }
+
+    #[inline]
     pub fn credits(&self) -> u32 {
-        self.window - self.in_use()
+        if self.waits { 0 } else { self.window - self.in_use() }
     }
 
     /// Returns the number of sent frames whose receives are not known to be reposted.
@@ -299,6 +313,7 @@ impl Flow {
 
     /// Processes a header. Returns the number of further offers that are done.
     pub fn receive(&mut self, header: Header) -> Result<u32, Violation> {
+        self.waits = false;
         let released = header.released.wrapping_sub(self.confirmed) & COUNT_MASK;
         let in_use = self.in_use();
         if released > in_use {
@@ -490,6 +505,22 @@ mod tests {
         );
         assert_eq!(flow.receive(header(Kind::Ack, 1, 0)), Ok(0));
         assert!(flow.may_send(Kind::Offer));
+    }
+
+    #[test]
+    fn end_that_waits_for_its_peer_sends_nothing_before_the_greeting() {
+        let mut waiting = Flow::new(8, 8);
+        waiting.wait_for_peer();
+        for kind in [Kind::Data, Kind::Fin, Kind::Ping, Kind::Ack, Kind::Abort, Kind::Resize] {
+            assert!(!waiting.may_send(kind), "{kind:?}");
+        }
+        assert!(!waiting.ack_due());
+        let mut greeting = Flow::new(8, 8);
+        assert!(!greeting.ack_due());
+        greeting.greet();
+        assert!(greeting.ack_due() && !greeting.is_quiet());
+        assert_eq!(waiting.receive(greeting.send(Kind::Ack)), Ok(0));
+        assert!(!greeting.ack_due() && waiting.may_send(Kind::Data));
     }
 
     #[test]

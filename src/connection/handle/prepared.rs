@@ -104,6 +104,11 @@ impl PreparedConnection {
         let addresses = link.as_ref().map(|link| (link.local_addr(), link.peer_addr()));
         let link = link.map(Arc::new);
         self.state.set_peer(&peer, link.clone());
+        // iWARP's first message must be of the side that connects (RFC 5044, 7.1.3).
+        if self.config.is_iwarp(self.qp.protection_domain().device()) && link.is_some() {
+            let flow = &mut self.state.protocol.flow;
+            if admitted.is_some() { flow.wait_for_peer() } else { flow.greet() }
+        }
         let shared = ConnectionInner::new(self.state, self.qp, runtime.clone(), admitted);
         if shared.is_draining() {
             shared.drain();

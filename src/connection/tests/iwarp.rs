@@ -1,4 +1,5 @@
-//! Connections whose frames end with their header, as on iWARP devices, on the software device.
+//! Connections as those of iWARP devices, on the software device: frames end with their header, and
+//! the connecting side sends the first one.
 
 use bytes::Bytes;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
@@ -15,8 +16,8 @@ fn run<T>(test: impl Future<Output = T>) -> T {
     runtime.block_on(test)
 }
 
-fn with_trailers(mut config: ConnectionConfig) -> ConnectionConfig {
-    config.headers_at_end = true;
+fn like_iwarp(mut config: ConnectionConfig) -> ConnectionConfig {
+    config.like_iwarp = true;
     config
 }
 
@@ -42,7 +43,7 @@ fn messages_of_each_length_arrive_in_buffers_that_grow_and_in_fixed_ones() {
     let fixed = ConnectionConfig::default().preallocate(true);
     for config in [ConnectionConfig::default(), fixed] {
         run(async {
-            let [ours, theirs] = connected(&with_trailers(config)).await;
+            let [ours, theirs] = connected(&like_iwarp(config)).await;
             // Around the ends of inline data, of first receives, of frames and of messages in
             // frames.
             let around = |len: usize| len - 9..len + 9;
@@ -69,7 +70,7 @@ fn messages_of_each_length_arrive_in_buffers_that_grow_and_in_fixed_ones() {
 #[test]
 fn registered_buffers_are_copied() {
     run(async {
-        let [ours, theirs] = connected(&with_trailers(ConnectionConfig::default())).await;
+        let [ours, theirs] = connected(&like_iwarp(ConnectionConfig::default())).await;
         let pool = Pool::new(ours.protection_domain(), 16_384, 2).unwrap();
         for len in [1, 300, 16_384] {
             let buffer = pool.copy_from(&pattern(len)).unwrap().freeze();
@@ -84,7 +85,7 @@ fn registered_buffers_are_copied() {
 fn bytes_of_a_stream_arrive_in_order_both_ways() {
     run(async {
         let [client, server] = devices();
-        let config = with_trailers(ConnectionConfig::for_streams());
+        let config = like_iwarp(ConnectionConfig::for_streams());
         let listener = RdmaListener::bind_with(&server, "127.0.0.1:0", &config).await.unwrap();
         let address = listener.local_addr().unwrap();
         let connecting = RdmaStream::connect_with(&client, address, &config);
@@ -113,7 +114,16 @@ fn bytes_of_a_stream_arrive_in_order_both_ways() {
 #[test]
 fn receives_too_short_for_an_offer_and_its_header_are_refused() {
     let [client, _] = devices();
-    let config = with_trailers(ConnectionConfig::default().receive_buffer_size(23));
+    let config = like_iwarp(ConnectionConfig::default().receive_buffer_size(23));
     let refused = config.check(&client);
     assert_eq!(refused, SetupError::at_least("receive_buffer_size", 23, 24));
+}
+
+#[test]
+fn accepting_side_may_have_the_first_message() {
+    run(async {
+        let [ours, theirs] = connected(&like_iwarp(ConnectionConfig::default())).await;
+        theirs.send("first").await.unwrap();
+        assert_eq!(ours.recv().await.unwrap().unwrap(), "first");
+    });
 }
