@@ -1,6 +1,7 @@
 use std::fmt;
 use std::io;
 use std::net::SocketAddr;
+use std::sync::Arc;
 
 use smallvec::SmallVec;
 use tokio::net::{ToSocketAddrs, lookup_host};
@@ -41,7 +42,7 @@ pub async fn connect(
     let mut last = None;
     for address in lookup(address, config).await? {
         let attempt = async {
-            let route = resolve_one(device, address, config).await?;
+            let route = resolve_one(device, address, config, Endpoint::create).await?;
             let queue_pair = make(&route)
                 .map_err(|error| ConnectError::from(error).during(ConnectStep::Prepare, address))?;
             let link = route.connect(&queue_pair, config).await?;
@@ -96,7 +97,7 @@ pub async fn resolve_with(
 ) -> Result<Route, ConnectError> {
     let mut last = None;
     for address in lookup(address, config).await? {
-        match resolve_one(device, address, config).await {
+        match resolve_one(device, address, config, Endpoint::create).await {
             Ok(route) => return Ok(route),
             Err(error) => last = Some(error.during(ConnectStep::Resolve, address)),
         }
@@ -124,15 +125,17 @@ pub(super) async fn lookup(
     Ok(found.unwrap_or_else(|| Err(late())).map_err(failed)?.collect())
 }
 
-async fn resolve_one(
+/// Resolves a route with the endpoint that `create` makes.
+pub(super) async fn resolve_one(
     device: &Device,
     address: SocketAddr,
     config: &ConnectConfig,
+    create: impl FnOnce(&Arc<Router>) -> Result<Endpoint, VerbError>,
 ) -> Result<Route, ConnectError> {
     const ENETUNREACH: i32 = 101;
     const EHOSTUNREACH: i32 = 113;
     let source = config.source_to(address)?;
-    let endpoint = Endpoint::create(&Router::of(device).await?)?;
+    let endpoint = create(&Router::of(device).await?)?;
     let (timeout, start) = (config.resolve_timeout, clock::now());
     let unresolved =
         |errno| ConnectError::Resolve { address, errno, in_process: false }.through(device);
@@ -184,8 +187,8 @@ async fn resolve_one(
 /// A route to a listener, found by [`resolve`].
 #[derive(Debug)]
 pub struct Route {
-    endpoint: Endpoint,
-    local_source: LocalSource,
+    pub(super) endpoint: Endpoint,
+    pub(super) local_source: LocalSource,
     destination: Gid,
     address: SocketAddr,
 }

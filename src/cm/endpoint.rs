@@ -39,6 +39,13 @@ impl Endpoint {
         Ok(endpoint)
     }
 
+    /// Creates the endpoint of a client of datagrams.
+    pub(super) fn create_datagrams(router: &Arc<Router>) -> Result<Self, VerbError> {
+        let mut endpoint = Self::new(router, router.create_datagram_id()?, Inbox::new(None));
+        endpoint.passive = false;
+        Ok(endpoint)
+    }
+
     pub(super) fn answered(&mut self) {
         self.passive = false;
     }

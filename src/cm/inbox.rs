@@ -21,6 +21,7 @@ pub(super) struct IdState {
     pub(super) response: Option<CmPeer>,
     pub(super) established: bool,
     pub(super) joined: Option<Result<CmDatagram, i32>>,
+    pub(super) found: Option<(CmDatagram, Vec<u8>)>,
     pub(super) end: Option<EndReason>,
     /// The peer's connection manager knows of the end, or cannot be notified. False after an
     /// address change or a failed probe.
@@ -220,6 +221,9 @@ impl IdState {
             CmEventKind::RouteError(errno) => self.route = Some(Err(errno)),
             CmEventKind::ConnectResponse(peer) => self.response = Some(peer),
             CmEventKind::Established => self.established = true,
+            CmEventKind::ServiceFound { service, private_data } => {
+                self.found = Some((service, private_data));
+            }
             CmEventKind::Joined(group) => self.joined = Some(Ok(group)),
             CmEventKind::JoinError(errno) => self.joined = Some(Err(errno)),
             CmEventKind::Rejected { reason, private_data } => {

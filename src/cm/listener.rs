@@ -96,16 +96,26 @@ impl Listener {
         address: impl ToSocketAddrs + fmt::Debug,
         config: &ListenConfig,
     ) -> Result<Self, ConnectError> {
+        Self::bind_by(device, address, config, Router::create_id).await
+    }
+
+    /// Listens with the id that `create` makes.
+    pub(super) async fn bind_by(
+        device: &Device,
+        address: impl ToSocketAddrs + fmt::Debug,
+        config: &ListenConfig,
+        create: fn(&Router) -> Result<CmId, VerbError>,
+    ) -> Result<Self, ConnectError> {
         let backlog = config.checked()?;
         let mut last = None;
         for address in lookup(address, &ConnectConfig::default()).await? {
             let attempt = async {
                 let router = Router::of(device).await?;
-                match Self::bind_one(&router, address, backlog).await {
+                match Self::bind_one(&router, address, backlog, create).await {
                     Err(ConnectError::AddressInUse { .. }) => {
                         // A listener dropped a moment ago may still have the address.
                         router.disposed().await?;
-                        Self::bind_one(&router, address, backlog).await
+                        Self::bind_one(&router, address, backlog, create).await
                     }
                     bound => bound,
                 }
@@ -122,10 +132,11 @@ impl Listener {
         router: &Arc<Router>,
         address: SocketAddr,
         backlog: u32,
+        create: fn(&Router) -> Result<CmId, VerbError>,
     ) -> Result<Self, ConnectError> {
         let incoming = Incoming::new(router, backlog);
         let inbox = Inbox::new(Some(incoming.clone()));
-        let endpoint = Endpoint::new(router, router.create_id()?, inbox);
+        let endpoint = Endpoint::new(router, create(router)?, inbox);
         let port_space = router.channel.port_space();
         let refused = move |error: VerbError| match error.errno {
             VerbError::EADDRINUSE => ConnectError::AddressInUse {
@@ -444,6 +455,14 @@ pub struct ConnectionRequest {
 }
 
 impl ConnectionRequest {
+    pub(super) fn endpoint(&self) -> &Endpoint {
+        &self.endpoint
+    }
+
+    pub(super) const fn local_source(&self) -> &LocalSource {
+        &self.local_source
+    }
+
     /// Returns the device on which the request arrived.
     #[must_use]
     pub fn device(&self) -> &Device {

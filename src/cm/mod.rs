@@ -1,4 +1,5 @@
-//! Connections by IP address: listen, resolve a route, connect, disconnect; and multicast groups.
+//! Connections by IP address: listen, resolve a route, connect, disconnect. Also services of
+//! datagrams that clients find by address, and multicast groups.
 //!
 //! ```text
 //!  Listener::bind ─▶ accept ─▶ ConnectionRequest ─▶ prepare a queue pair ─▶ accept ─▶ CmConnection
@@ -57,6 +58,7 @@
 mod config;
 mod connection;
 mod connector;
+mod datagrams;
 mod disconnection;
 mod disposer;
 mod endpoint;
@@ -72,6 +74,7 @@ mod router;
 pub use config::{ConnectConfig, ListenConfig};
 pub use connection::CmConnection;
 pub use connector::{Route, connect, resolve, resolve_with};
+pub use datagrams::{DatagramListener, DatagramPeer, DatagramRequest, resolve_datagrams};
 pub use disconnection::Disconnection;
 pub use error::{ConnectAttempt, ConnectError, ConnectStep};
 pub(crate) use error::{FOR_MESSAGES, FOR_STREAMS};

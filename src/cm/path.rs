@@ -82,11 +82,26 @@ impl LocalSource {
     }
 
     pub(super) fn check(&self, device: &Device, queue_pair: &QueuePair) -> Result<(), SetupError> {
+        self.check_source(device, queue_pair, Transport::Rc)?;
+        match queue_pair.last_state()? {
+            QpState::Init => Ok(()),
+            actual => Err(TransitionError::NotInState { claimed: QpState::Init, actual }.into()),
+        }
+    }
+
+    /// Checks transport, port and GID of a queue pair.
+    pub(super) fn check_source(
+        &self,
+        device: &Device,
+        queue_pair: &QueuePair,
+        transport: Transport,
+    ) -> Result<(), SetupError> {
         let same_device = queue_pair.protection_domain().device().same(device);
         SetupError::check_same(same_device, "queue pair")?;
-        if queue_pair.transport() != Transport::Rc {
+        if queue_pair.transport() != transport {
             let what = "transports of the queue pair and the connection manager";
-            return Err(SetupError::mismatch(what, format!("{:?}", queue_pair.transport()), "Rc"));
+            let (ours, theirs) = (queue_pair.transport(), transport);
+            return Err(SetupError::mismatch(what, format!("{ours:?}"), format!("{theirs:?}")));
         }
         let (port, entry) = queue_pair.port_and_gid();
         if port != self.port {
@@ -97,10 +112,7 @@ impl LocalSource {
             let what = "GIDs of the queue pair and the path to the peer (use prepare)";
             return Err(SetupError::mismatch(what, entry.gid, self.entry.gid));
         }
-        match queue_pair.last_state()? {
-            QpState::Init => Ok(()),
-            actual => Err(TransitionError::NotInState { claimed: QpState::Init, actual }.into()),
-        }
+        Ok(())
     }
 }
 

@@ -2,6 +2,7 @@
 
 mod batches;
 mod completions;
+mod datagram_services;
 mod datagrams;
 mod deadlines;
 mod dma_buf;

@@ -22,8 +22,18 @@
 //! ```
 //!
 //! Names and semantics follow librdmacm for ids without a queue pair; the text here defines what
-//! its manual pages leave open. Ids of port space TCP make connections. Ids of port space UDP join
-//! multicast groups.
+//! its manual pages leave open. Ids of port space TCP make connections. Ids of port space UDP find
+//! the queue pair that serves datagrams at an address (SIDR), or join multicast groups:
+//!
+//! ```text
+//!  active                                              passive
+//!  create_datagram_id                                  create_datagram_id, bind, listen
+//!  resolve_addr, resolve_route, as above
+//!  connect                               SIDR_REQ ──▶  ConnectRequest { id }
+//!                 ──▶ ServiceFound      ◀── SIDR_REP   accept
+//! ```
+//!
+//! The peer repeats a SIDR_REQ whose answer was lost, which is another connect request.
 //!
 //! # iWARP
 //!
@@ -182,6 +192,10 @@ pub trait CmId: Debug + Send + Sync {
     /// [`Unreachable`](CmEventKind::Unreachable) or [`ConnectError`](CmEventKind::ConnectError)
     /// follows. EINVAL for more than [`MAX_REQUEST_DATA`] bytes of private data. On an iWARP device
     /// also the errors of `connect(2)`, such as ECONNREFUSED without a listener.
+    ///
+    /// An id of port space UDP asks for the queue pair that serves datagrams;
+    /// [`ServiceFound`](CmEventKind::ServiceFound) follows instead of `ConnectResponse`. Only
+    /// private data, at most [`MAX_QUERY_DATA`] bytes, and the timeout are used.
     fn connect(&self, params: &CmParams<'_>) -> Result<(), VerbError>;
 
     /// Accepts a connect request, `rdma_accept(3)`. The queue pair is already in RTS: the peer may
@@ -189,6 +203,9 @@ pub trait CmId: Debug + Send + Sync {
     /// [`Unreachable`](CmEventKind::Unreachable) or [`ConnectError`](CmEventKind::ConnectError) may
     /// follow instead. EINVAL for more than [`MAX_RESPONSE_DATA`] bytes of private data, or if the
     /// peer has abandoned the request.
+    ///
+    /// On an id of port space UDP, the answer is the number of the queue pair, with Q_Key
+    /// [`Qkey::RDMA_UDP`] and at most [`MAX_FOUND_DATA`] bytes of private data. No event follows.
     fn accept(&self, params: &CmParams<'_>) -> Result<(), VerbError>;
 
     /// Rejects a connect request, `rdma_reject(3)`. The peer receives
@@ -283,6 +300,11 @@ pub const MAX_RESPONSE_DATA: usize = 196;
 /// Maximum private data of a rejection in bytes.
 pub const MAX_REJECT_DATA: usize = 148;
 
+/// Maximum private data of a query for datagrams in bytes: 216 less the IP addresses of rdma_cm.
+pub const MAX_QUERY_DATA: usize = 180;
+/// Maximum private data of its answer in bytes.
+pub const MAX_FOUND_DATA: usize = 136;
+
 /// The device and addresses of a connection.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct CmRoute<'a> {
@@ -323,7 +345,8 @@ pub struct CmParams<'a> {
 /// The queue pair parameters of the peer.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct CmPeer {
-    /// Private data, padded with zeros to [`MAX_REQUEST_DATA`] or [`MAX_RESPONSE_DATA`] bytes.
+    /// Private data, padded with zeros to [`MAX_REQUEST_DATA`], [`MAX_QUERY_DATA`] or
+    /// [`MAX_RESPONSE_DATA`] bytes.
     pub private_data: Vec<u8>,
     /// READs and atomics that the local side serves at once: the peer's `initiator_depth`.
     pub responder_resources: u8,
@@ -389,6 +412,13 @@ pub enum CmEventKind<P: Provider> {
     Unreachable(i32),
     /// The handshake failed for another reason.
     ConnectError(i32),
+    /// The peer serves datagrams with this queue pair.
+    ServiceFound {
+        /// Queue pair, and the route to it.
+        service: CmDatagram,
+        /// Private data, padded with zeros to [`MAX_FOUND_DATA`] bytes.
+        private_data: Vec<u8>,
+    },
     /// [`CmId::join_multicast`] succeeded: the network forwards datagrams to the group.
     Joined(CmDatagram),
     /// [`CmId::join_multicast`] failed, or the membership has ended.
@@ -423,6 +453,7 @@ impl<P: Provider> CmEventKind<P> {
             | Self::ConnectRequest { .. }
             | Self::ConnectResponse(_)
             | Self::Established
+            | Self::ServiceFound { .. }
             | Self::Joined(_)
             | Self::JoinError(_)
             | Self::Other(_) => false,
@@ -445,6 +476,9 @@ impl<P: Provider> CmEvent<P> {
             Kind::Rejected { reason, private_data } => Kind::Rejected { reason, private_data },
             Kind::Unreachable(errno) => Kind::Unreachable(errno),
             Kind::ConnectError(errno) => Kind::ConnectError(errno),
+            Kind::ServiceFound { service, private_data } => {
+                Kind::ServiceFound { service, private_data }
+            }
             Kind::Joined(group) => Kind::Joined(group),
             Kind::JoinError(errno) => Kind::JoinError(errno),
             Kind::Disconnected => Kind::Disconnected,

@@ -38,6 +38,7 @@ const _: () = {
         mem::offset_of!(rdma_conn_param, srq) == 14
             && mem::offset_of!(rdma_conn_param, qp_num) == 16
     );
+    assert!(mem::offset_of!(rdma_ud_param, private_data_len) == 8);
     assert!(size_of::<rdma_ud_param>() == 56 && size_of::<rdma_event_channel>() == 4);
     assert!(size_of::<rdma_cm_id>() == 416 && mem::offset_of!(rdma_cm_id, context) == 16);
     assert!(
@@ -85,8 +86,9 @@ impl<'a> UnackedEvent<'a> {
         let errno = errno(status);
         if event == code::RDMA_CM_EVENT_CONNECT_REQUEST {
             // SAFETY: S3: the listening id is alive until its event is acknowledged.
-            let key = unsafe { IdContext::of(listener) }.key;
-            return Some(CmEvent { key, kind: self.request(id) });
+            let listener = unsafe { IdContext::of(listener) };
+            let datagrams = listener.state.lock().datagrams;
+            return Some(CmEvent { key: listener.key, kind: self.request(id, datagrams) });
         }
         // SAFETY: S3: as above.
         let context = unsafe { IdContext::of(id) };
@@ -117,6 +119,11 @@ impl<'a> UnackedEvent<'a> {
                 state.lock().phase = Phase::Answered;
                 Kind::ConnectResponse(self.peer())
             }
+            code::RDMA_CM_EVENT_ESTABLISHED if state.lock().datagrams => {
+                state.lock().end();
+                let private_data = self.private_data();
+                Kind::ServiceFound { service: self.datagram(), private_data }
+            }
             code::RDMA_CM_EVENT_ESTABLISHED => {
                 let mut state = state.lock();
                 // iWARP has no third message, so this is the peer's answer.
@@ -137,8 +144,12 @@ impl<'a> UnackedEvent<'a> {
                 Kind::Rejected { reason, private_data: self.peer().private_data }
             }
             code::RDMA_CM_EVENT_UNREACHABLE => {
-                state.lock().end();
-                Kind::Unreachable(errno)
+                let mut state = state.lock();
+                state.end();
+                match refusal(status).filter(|_| state.datagrams) {
+                    Some(reason) => Kind::Rejected { reason, private_data: Vec::new() },
+                    None => Kind::Unreachable(errno),
+                }
             }
             code::RDMA_CM_EVENT_CONNECT_ERROR => {
                 state.lock().end();
@@ -195,20 +206,26 @@ impl<'a> UnackedEvent<'a> {
     }
 
     /// Takes ownership of a request's id.
-    fn request(&self, id: *mut rdma_cm_id) -> CmEventKind<Ibverbs> {
+    fn request(&self, id: *mut rdma_cm_id, datagrams: bool) -> CmEventKind<Ibverbs> {
         // SAFETY: S3: created with this event, and destroyed only by this provider.
         let (state, id) = unsafe {
             let (local, peer) = addresses(id);
             let route = route_of(id);
-            let state =
-                IdState { phase: Phase::Asked, local, peer, route, timeout: 0, group: None };
+            let phase = Phase::Asked;
+            let state = IdState { phase, local, peer, route, datagrams, ..IdState::default() };
             (state, NonNull::new_unchecked(id))
         };
         let context = self.events.new_context(state);
         // SAFETY: S3: not shared yet; its context, so far the listener's, is read only here.
         unsafe { (*id.as_ptr()).context = context.as_ptr() };
         let id = CmId::new(id, context, Arc::clone(self.events));
-        CmEventKind::ConnectRequest { id, peer: self.peer() }
+        let peer = if datagrams {
+            let private_data = self.private_data();
+            CmPeer { private_data, responder_resources: 0, initiator_depth: 0, srq: false }
+        } else {
+            self.peer()
+        };
+        CmEventKind::ConnectRequest { id, peer }
     }
 
     /// Records the addresses and the route, as librdmacm has written them.
@@ -221,7 +238,7 @@ impl<'a> UnackedEvent<'a> {
 
     /// Copies the parameters of a destination of datagrams.
     fn datagram(&self) -> CmDatagram {
-        // SAFETY: S4: events of multicast have these parameters, numbers of any value.
+        // SAFETY: S4: events of datagrams have these parameters, numbers of any value.
         let params = unsafe { &(*self.raw.as_ptr()).param.ud };
         CmDatagram {
             address: convert::address_from(&params.ah_attr),
@@ -230,24 +247,26 @@ impl<'a> UnackedEvent<'a> {
         }
     }
 
+    /// Copies the private data of a connection or of a query for datagrams.
+    fn private_data(&self) -> Vec<u8> {
+        // SAFETY: S4: both kinds of parameters begin with these fields, of any value.
+        let (data, len) = unsafe {
+            let params = &(*self.raw.as_ptr()).param.conn;
+            (params.private_data, params.private_data_len)
+        };
+        if data.is_null() {
+            return Vec::new();
+        }
+        // SAFETY: S4: the event has this many bytes, of any value.
+        unsafe { slice::from_raw_parts(data.cast::<u8>(), len.into()) }.to_vec()
+    }
+
     /// Copies the peer's parameters, which are freed with the event.
     fn peer(&self) -> CmPeer {
         // SAFETY: S4: connection events have these parameters, numbers of any value.
         let params = unsafe { &(*self.raw.as_ptr()).param.conn };
-        let private_data = if params.private_data.is_null() {
-            Vec::new()
-        } else {
-            // SAFETY: S4: the event has this many bytes, of any value.
-            unsafe {
-                slice::from_raw_parts(
-                    params.private_data.cast::<u8>(),
-                    params.private_data_len.into(),
-                )
-            }
-            .to_vec()
-        };
         CmPeer {
-            private_data,
+            private_data: self.private_data(),
             responder_resources: params.responder_resources,
             initiator_depth: params.initiator_depth,
             srq: params.srq != 0,
@@ -260,6 +279,12 @@ impl Drop for UnackedEvent<'_> {
         // SAFETY: S3: taken by this object, acknowledged once.
         sys::log_failure("rdma_ack_cm_event", unsafe { rdma_ack_cm_event(self.raw.as_ptr()) });
     }
+}
+
+/// Returns the reason of a status of SIDR (IBTA 12.11.2), which is positive.
+fn refusal(status: c_int) -> Option<RejectReason> {
+    let status = u8::try_from(status).ok().filter(|&status| status > 0)?;
+    Some(RejectReason::of_sidr(status))
 }
 
 /// Returns the `errno` of a status: a negated `errno`, or -1 with `errno` set by librdmacm.

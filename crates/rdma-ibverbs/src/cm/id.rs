@@ -19,8 +19,8 @@ use super::multicast;
 use crate::{convert, sys};
 use rdma_provider::VerbError;
 use rdma_provider::cm_contract::{
-    self, CmEvent, CmEventKind, CmParams, CmRoute, MAX_REJECT_DATA, MAX_REQUEST_DATA,
-    MAX_RESPONSE_DATA,
+    self, CmEvent, CmEventKind, CmParams, CmRoute, MAX_FOUND_DATA, MAX_QUERY_DATA, MAX_REJECT_DATA,
+    MAX_REQUEST_DATA, MAX_RESPONSE_DATA,
 };
 use rdma_provider::types::{Gid, Mtu, PortNum, QpAttr, QpState, RejectReason};
 
@@ -83,6 +83,8 @@ pub(super) struct IdState {
     pub(super) route: Option<Route>,
     /// Timeout of the route's resolution in milliseconds; 0 before the address is to be resolved.
     pub(super) timeout: c_int,
+    /// The id is of port space UDP.
+    pub(super) datagrams: bool,
     /// The multicast group that the id joins or has joined.
     pub(super) group: Option<Membership>,
 }
@@ -131,7 +133,7 @@ pub(super) enum Phase {
     Connected,
     /// Was connected.
     Disconnected,
-    /// Was never connected, and cannot be.
+    /// Was never connected, and cannot be, as after the answer to a query for datagrams.
     Failed,
 }
 
@@ -329,7 +331,9 @@ impl cm_contract::CmId for CmId {
     }
 
     fn connect(&self, params: &CmParams<'_>) -> Result<(), VerbError> {
-        let mut raw = conn_param("rdma_connect", params, MAX_REQUEST_DATA)?;
+        let datagrams = self.context.state.lock().datagrams;
+        let most = if datagrams { MAX_QUERY_DATA } else { MAX_REQUEST_DATA };
+        let mut raw = conn_param("rdma_connect", params, most)?;
         self.transition("rdma_connect", (Phase::RouteKnown, Phase::Connecting), |id| {
             // SAFETY: S3: the id is alive and has a device; the parameters are local, their data is
             // copied.
@@ -338,8 +342,14 @@ impl cm_contract::CmId for CmId {
     }
 
     fn accept(&self, params: &CmParams<'_>) -> Result<(), VerbError> {
-        let mut raw = conn_param("rdma_accept", params, MAX_RESPONSE_DATA)?;
-        self.transition("rdma_accept", (Phase::Asked, Phase::Accepted), |id| {
+        let datagrams = self.context.state.lock().datagrams;
+        let (most, then) = if datagrams {
+            (MAX_FOUND_DATA, Phase::Failed)
+        } else {
+            (MAX_RESPONSE_DATA, Phase::Accepted)
+        };
+        let mut raw = conn_param("rdma_accept", params, most)?;
+        self.transition("rdma_accept", (Phase::Asked, then), |id| {
             // SAFETY: S3: as above.
             unsafe { rdma_accept(id, &raw mut raw) }
         })

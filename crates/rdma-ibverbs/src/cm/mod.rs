@@ -149,7 +149,8 @@ impl cm_contract::CmChannel<Ibverbs> for CmChannel {
 impl CmChannel {
     fn create(&self, space: rdma_port_space::Type) -> Result<CmId, VerbError> {
         const VERB: &str = "rdma_create_id";
-        let context = self.0.new_context(IdState::default());
+        let datagrams = space == rdma_port_space::RDMA_PS_UDP;
+        let context = self.0.new_context(IdState { datagrams, ..IdState::default() });
         let mut raw = ptr::null_mut();
         // SAFETY: S3: the channel is open, the result local; the context outlives the id.
         let result =

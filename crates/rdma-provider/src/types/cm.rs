@@ -72,6 +72,22 @@ reasons! {
     INVALID_FLOW_LABEL = 32, "invalid primary flow label";
 }
 
+impl RejectReason {
+    /// Returns the reason that corresponds to a failed status of SIDR (IBTA 12.11.2).
+    #[doc(hidden)]
+    #[must_use]
+    pub const fn of_sidr(status: u8) -> Self {
+        match status {
+            1 => Self::INVALID_SERVICE_ID,
+            2 => Self::CONSUMER,
+            3 => Self::NO_QP,
+            4 => Self::PORT_REDIRECT,
+            5 => Self::INVALID_CLASS_VERSION,
+            _ => Self::UNSUPPORTED,
+        }
+    }
+}
+
 impl fmt::Debug for RejectReason {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self.name() {

@@ -4,20 +4,22 @@
 //!
 //! Lock order: the device's manager, then one of ports, link, scheduler or mailbox.
 
+use std::net::{IpAddr, SocketAddr};
 use std::sync::Arc;
 
-use rdma_provider::cm_contract::{CmEvent, CmEventKind};
-use rdma_provider::types::{Gid, Psn, Qkey, Qpn, RejectReason, RnrTimer, Transport};
+use rdma_provider::cm_contract::{CmDatagram, CmEvent, CmEventKind};
+use rdma_provider::types::{AddressVector, Gid, Psn, Qkey, Qpn, RejectReason, RnrTimer, Transport};
 
 use super::channel::CmId;
 use super::machine::{Event, Machine, Numbers, Output};
 use super::mad::{MadError, SIZE};
 use super::manager::{Events, State};
-use super::message::{CommId, Mad, Message};
+use super::message::{CommId, Mad, Message, SidrReq};
 use crate::Soft;
 use crate::device::DeviceInner;
 use crate::device::outbox::Outbox;
 use crate::memory::dma::Payload;
+use crate::net::node::PORT;
 use crate::net::scheduler::{Scheduled, Task};
 use crate::roce::packet::{Aeth, Body, Packet, Syndrome};
 
@@ -76,6 +78,14 @@ pub(crate) fn on_datagram(device: &Arc<DeviceInner>, from: Gid, bytes: &[u8]) {
                 "dropped connection request: its source address is not the sender's"
             );
         }
+        Ok(Mad { message: Message::SidrReq(req), .. }) if !is_acceptable(device, from, &req) => {
+            rdma_provider::debug!(
+                device = device.attr().name,
+                %from,
+                pkey = req.pkey,
+                "dropped a query for datagrams: forged source address, or another partition"
+            );
+        }
         Ok(Mad { transaction, message: Message::Req(req) })
             if device.pkeys.find(req.pkey).is_none() =>
         {
@@ -109,11 +119,23 @@ pub(crate) fn on_datagram(device: &Arc<DeviceInner>, from: Gid, bytes: &[u8]) {
     }
 }
 
+/// Returns false for a query whose source address is not the sender's, or of another partition.
+fn is_acceptable(device: &DeviceInner, from: Gid, req: &SidrReq) -> bool {
+    let forged = |(source, _): (SocketAddr, IpAddr)| Gid::from(source.ip()) != from;
+    !(device.network.is_udp() && req.addresses.is_some_and(forged))
+        && device.pkeys.find(req.pkey).is_some()
+}
+
 /// Processes a report that no process at `from` has the port to which `bytes` were sent.
 pub(crate) fn on_refusal(device: &Arc<DeviceInner>, from: Gid, bytes: &[u8]) {
-    if let Ok(Mad { transaction, message: Message::Req(req) }) = Mad::decode(bytes) {
-        with(device, |state, _| state.machine.on_refusal(from, transaction, req.local_id));
-    }
+    let Ok(Mad { transaction, message }) = Mad::decode(bytes) else { return };
+    with(device, |state, _| match message {
+        Message::Req(req) => state.machine.on_refusal(from, transaction, req.local_id),
+        Message::SidrReq(req) => {
+            state.machine.on_query_refusal(from, transaction, req.request_id);
+        }
+        _ => {}
+    });
 }
 
 pub(crate) fn on_traffic(device: &Arc<DeviceInner>, connection: CommId, qpn: Qpn) {
@@ -196,8 +218,7 @@ fn flush(state: &mut State, device: &Arc<DeviceInner>, now: u64) -> Vec<Arc<Even
                 held.push(channel);
             }
             Output::Request { listener, connection, peer } => {
-                let known = state.machine.connection(connection);
-                let known = known.map(|known| (known.addresses, (known.peer, known.mtu)));
+                let known = state.machine.request_path(connection);
                 let (Some((addresses, path)), Some(channel)) = (known, state.owner(listener))
                 else {
                     state.machine.release(now, connection);
@@ -210,6 +231,11 @@ fn flush(state: &mut State, device: &Arc<DeviceInner>, now: u64) -> Vec<Arc<Even
                 let id = CmId::from_request(
                     device, &channel, key, connection, addresses, path, reserved,
                 );
+                let id = if state.machine.connection(connection).is_some() {
+                    id
+                } else {
+                    id.of_datagrams()
+                };
                 channel.push(CmEvent {
                     key: listener,
                     kind: CmEventKind::ConnectRequest { id, peer },
@@ -250,5 +276,9 @@ fn kind(event: Event) -> CmEventKind<Soft> {
         Event::PortClosed => CmEventKind::Unreachable(ECONNREFUSED),
         Event::Disconnected => CmEventKind::Disconnected,
         Event::TimewaitExit => CmEventKind::TimewaitExit,
+        Event::ServiceFound { peer, qpn, qkey, private_data } => {
+            let address = AddressVector::new(PORT, 0, peer);
+            CmEventKind::ServiceFound { service: CmDatagram { address, qpn, qkey }, private_data }
+        }
     }
 }

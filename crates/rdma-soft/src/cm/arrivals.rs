@@ -4,13 +4,11 @@
 //! [limits](super::limits), so that the peer does not wait in vain.
 
 use rdma_provider::cm_contract::Verdict;
-use rdma_provider::types::{Gid, Mtu, Qkey, Qpn, RejectReason};
+use rdma_provider::types::{Gid, Mtu, Qpn, RejectReason};
 
 use super::connection::{Connection, State};
 use super::machine::{BUSY_TIMEOUT, Event, Machine, Numbers, Output, bounded};
-use super::message::{
-    About, CommId, Drep, Dreq, Mad, Message, Mra, Private, Rej, Rep, Req, SidrRep, SidrStatus,
-};
+use super::message::{About, CommId, Drep, Dreq, Mad, Message, Mra, Private, Rej, Rep, Req};
 use crate::net::ports::covers;
 
 impl Machine {
@@ -98,20 +96,10 @@ impl Machine {
                 }
             }
             Message::SidrReq(req) => {
-                // Programs on this device do not serve datagrams by service.
-                let rep = SidrRep {
-                    request_id: req.request_id,
-                    status: SidrStatus::UNSUPPORTED,
-                    qpn: Qpn(0),
-                    service: req.service,
-                    qkey: Qkey(0),
-                    private_data: Private::empty(),
-                };
-                let mad = Mad { transaction, message: Message::SidrRep(Box::new(rep)) };
-                self.out.push_back(Output::Send { to: from, mad });
+                let mut numbers = numbers;
+                self.on_sidr_req(from, transaction, &req, || numbers.id());
             }
-            // This manager sends no SIDR_REQ.
-            Message::SidrRep(_) => {}
+            Message::SidrRep(rep) => self.on_sidr_rep(from, transaction, &rep),
         }
     }
 

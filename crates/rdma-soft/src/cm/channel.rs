@@ -22,7 +22,6 @@ use super::machine::Destination;
 use super::manager::Events;
 use super::message::CommId;
 use crate::net::ports::{Ports, canonical};
-use crate::roce::partition::DEFAULT_PKEY;
 
 /// An event channel, see [`cm_contract::CmChannel`].
 #[derive(Debug)]
@@ -64,9 +63,7 @@ impl cm_contract::CmChannel<Soft> for CmChannel {
     }
 
     fn create_datagram_id(&self) -> Result<CmId, VerbError> {
-        let id = self.create_id()?;
-        id.known.lock().datagrams = true;
-        Ok(id)
+        self.create_id().map(CmId::of_datagrams)
     }
 }
 
@@ -146,6 +143,12 @@ impl CmId {
         Self::new(device, channel, key, known)
     }
 
+    /// Makes it an id of port space UDP.
+    pub(super) fn of_datagrams(mut self) -> Self {
+        self.known.get_mut().datagrams = true;
+        self
+    }
+
     /// Returns the index of the connection's partition, which the active side chooses.
     fn pkey_index(&self) -> Option<u16> {
         let Role::Connection(connection) = self.known.lock().role else { return None };
@@ -208,13 +211,13 @@ impl CmId {
     }
 
     /// Returns the device at `address` and the path MTU, or an `errno(3)` value.
-    fn locate(&self, address: SocketAddr) -> Result<(Gid, Mtu), i32> {
+    fn locate(&self, datagrams: bool, address: SocketAddr) -> Result<(Gid, Mtu), i32> {
         /// `EHOSTUNREACH` of `errno(3)`.
         const UNREACHABLE: i32 = 113;
         let (network, own) = (&self.device.network, self.device.gid);
         let gid = if self.is_shared(address.ip()) {
             // Without a listener, this device rejects the request itself.
-            network.ports.lock().listener(address).unwrap_or(own)
+            self.ports(datagrams).lock().listener(address).unwrap_or(own)
         } else {
             Gid::from(address.ip())
         };
@@ -253,8 +256,14 @@ impl cm_contract::CmId for CmId {
             return Err(invalid(VERB));
         };
         known.role = Role::Listener;
-        agent::with(&self.device, |state, _| state.machine.listen(self.key, local, backlog));
-        self.device.network.ports.lock().listen(port, claim);
+        agent::with(&self.device, |state, _| {
+            if known.datagrams {
+                state.machine.serve(self.key, local, backlog);
+            } else {
+                state.machine.listen(self.key, local, backlog);
+            }
+        });
+        self.ports(known.datagrams).lock().listen(port, claim);
         Ok(())
     }
 
@@ -339,7 +348,7 @@ impl cm_contract::CmId for CmId {
             self.claim(&mut known, SocketAddr::new(from, source.port()))?;
         }
         known.peer = Some(destination);
-        let (gid, mtu) = match self.locate(destination) {
+        let (gid, mtu) = match self.locate(known.datagrams, destination) {
             Ok(found) => found,
             Err(errno) => {
                 drop(known);
@@ -371,7 +380,8 @@ impl cm_contract::CmId for CmId {
     fn connect(&self, params: &CmParams<'_>) -> Result<(), VerbError> {
         const VERB: &str = "rdma_connect";
         self.device.check_alive(VERB)?;
-        let pkey = self.device.queue_pair(params.qpn).map_or(DEFAULT_PKEY, |qp| qp.pkey());
+        let asking = self.device.queue_pair(params.qpn);
+        let pkey = asking.map_or(self.device.pkeys.first(), |qp| qp.pkey());
         let mut known = self.known.lock();
         let (Role::Routed, Some(gid), Some(mtu), Some(local), Some(peer)) =
             (known.role, known.destination, known.mtu, known.local, known.peer)
@@ -381,7 +391,11 @@ impl cm_contract::CmId for CmId {
         let psn = Psn::new(self.device.network.random()? as u32);
         let connection = agent::with(&self.device, |state, now| {
             let to = Destination { gid, local, peer, mtu, pkey };
-            let connection = state.machine.connect(now, to, params, psn)?;
+            let connection = if known.datagrams {
+                state.machine.query(now, to, params)?
+            } else {
+                state.machine.connect(now, to, params, psn)?
+            };
             state.add(connection, self.key);
             Ok(connection)
         })?;
@@ -391,6 +405,12 @@ impl cm_contract::CmId for CmId {
 
     fn accept(&self, params: &CmParams<'_>) -> Result<(), VerbError> {
         let connection = self.connection("rdma_accept")?;
+        if self.known.lock().datagrams {
+            let queue_pair = (params.qpn, Qkey::RDMA_UDP);
+            return agent::with(&self.device, |state, _| {
+                state.machine.answer_query(connection, queue_pair, params.private_data)
+            });
+        }
         if let Some(qp) = self.device.queue_pair(params.qpn) {
             // Set before the REP is sent, so before the first packet can arrive.
             qp.receiver.lock().unconfirmed = Some(connection);
@@ -402,6 +422,11 @@ impl cm_contract::CmId for CmId {
 
     fn reject(&self, private_data: &[u8]) -> Result<(), VerbError> {
         let connection = self.connection("rdma_reject")?;
+        if self.known.lock().datagrams {
+            let refused =
+                agent::with(&self.device, |state, _| state.machine.refuse_query(connection));
+            return if refused { Ok(()) } else { Err(invalid("rdma_reject")) };
+        }
         agent::with(&self.device, |state, now| state.machine.reject(now, connection, private_data))
     }
 

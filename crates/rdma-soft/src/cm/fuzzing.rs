@@ -1,8 +1,11 @@
 //! The fuzz target: bytes that arrive at queue pair 1, and invariants of the reaction.
 
+use std::time::Duration;
+
+use rdma_provider::cm_contract::CmParams;
 use rdma_provider::types::{Gid, Mtu, Psn, Qpn};
 
-use super::machine::{Machine, Numbers, Output};
+use super::machine::{Destination, Machine, Numbers, Output};
 use super::mad::MadError;
 use super::message::{CommId, Mad, Message};
 
@@ -31,6 +34,24 @@ pub fn mad(bytes: &[u8]) {
     let (ours, peer) = (Gid([1; 16]), Gid([2; 16]));
     let mut machine = Machine::new(ours, 1, Mtu::Mtu4096, 1);
     machine.listen(1, ([0, 0, 0, 0], 7).into(), 4);
+    machine.serve(2, ([0, 0, 0, 0], 7).into(), 4);
+    let (local, service) = (([10, 0, 0, 1], 9).into(), ([10, 0, 0, 2], 7).into());
+    let to = Destination { gid: peer, local, peer: service, mtu: Mtu::Mtu4096, pkey: 0xffff };
+    let params = CmParams {
+        qpn: Qpn(2),
+        private_data: &[],
+        responder_resources: 0,
+        initiator_depth: 0,
+        retry_count: 0,
+        rnr_retry: 0,
+        timeout: Duration::from_secs(1),
+        srq: false,
+    };
+    let query = machine.query(0, to, &params).ok();
+    let transaction = match machine.next_output() {
+        Some(Output::Send { mad, .. }) => mad.transaction,
+        _ => 0,
+    };
     for (now, bytes) in bytes.chunks(256).enumerate() {
         let now = now as u64 * 1_000_000;
         match Mad::decode(bytes) {
@@ -39,6 +60,9 @@ pub fn mad(bytes: &[u8]) {
                 // Random GIDs would be refused before most of the code is reached.
                 if let Message::Req(req) = &mut mad.message {
                     (req.local_gid, req.remote_gid) = (peer, ours);
+                }
+                if let (Message::SidrRep(rep), Some(query)) = (&mut mad.message, query) {
+                    (rep.request_id, mad.transaction) = (query, transaction);
                 }
                 machine.on_message(now, peer, mad, Numbered);
             }
@@ -57,5 +81,7 @@ pub fn mad(bytes: &[u8]) {
         }
         assert!(answers <= 2, "{answers}");
         machine.on_timer(now);
+        // The query may be repeated.
+        while machine.next_output().is_some() {}
     }
 }

@@ -12,7 +12,7 @@ use std::sync::Arc;
 
 use rdma_provider::VerbError;
 use rdma_provider::cm_contract::{Admit, CmParams, CmPeer, MAX_REJECT_DATA};
-use rdma_provider::types::{AckTimeout, Gid, Mtu, Psn, Qpn, RejectReason};
+use rdma_provider::types::{AckTimeout, Gid, Mtu, Psn, Qkey, Qpn, RejectReason};
 use siphasher::sip::SipHasher13;
 
 use super::connection::{Connection, State};
@@ -20,6 +20,7 @@ use super::limits::{Answers, Evictable, HalfOpen, SCARCE_RETRIES, SCARCE_TIMEOUT
 use super::message::{
     About, CmTimeout, CommId, Dreq, Mad, Message, Mra, PathFields, Private, Rej, Rep, Req, Rtu,
 };
+use super::sidr::Sidr;
 
 /// The first retransmission timeout of a REQ or DREQ: 268 ms, far above scheduling delays. It
 /// doubles up to [`LONGEST_WAIT`], so that many connections do not overload a slow peer.
@@ -80,6 +81,7 @@ pub(super) enum Event {
     PortClosed,
     Disconnected,
     TimewaitExit,
+    ServiceFound { peer: Gid, qpn: Qpn, qkey: Qkey, private_data: Vec<u8> },
 }
 
 #[derive(Debug)]
@@ -135,10 +137,11 @@ pub(super) struct Machine {
     /// Connections whose queue pair is not created yet.
     pub(super) reserved: BTreeMap<Qpn, CommId>,
     pub(super) answers: Answers,
+    pub(super) sidr: Sidr,
     pub(super) out: VecDeque<Output>,
 }
 
-const fn invalid(verb: &'static str) -> VerbError {
+pub(super) const fn invalid(verb: &'static str) -> VerbError {
     VerbError::new(verb, VerbError::EINVAL)
 }
 
@@ -161,6 +164,7 @@ impl Machine {
             evictable: Evictable::default(),
             reserved: BTreeMap::new(),
             answers: Answers::new(drawn(seed, Draw::Answers)),
+            sidr: Sidr::default(),
             out: VecDeque::new(),
         }
     }
@@ -171,7 +175,8 @@ impl Machine {
 
     /// Returns the time at which [`on_timer`](Self::on_timer) must be called.
     pub(super) fn deadline(&self) -> Option<u64> {
-        self.timers.first().map(|&(at, _)| at)
+        let first = self.timers.first().map(|&(at, _)| at);
+        first.into_iter().chain(self.sidr.deadline()).min()
     }
 
     pub(super) fn connection(&self, id: CommId) -> Option<&Connection> {
@@ -191,6 +196,7 @@ impl Machine {
 
     pub(super) fn stop_listening(&mut self, listener: u64) {
         self.listeners.remove(&listener);
+        self.sidr.stop_serving(listener);
     }
 
     /// Creates a connection and sends its REQ.
@@ -396,6 +402,9 @@ impl Machine {
 
     /// Handles the drop of the program's id. No more events follow.
     pub(super) fn release(&mut self, now: u64, id: CommId) {
+        if self.release_query(id) {
+            return;
+        }
         let Some(connection) = self.connections.get_mut(&id) else { return };
         connection.owned = false;
         match connection.state {
@@ -414,6 +423,7 @@ impl Machine {
     }
 
     pub(super) fn on_timer(&mut self, now: u64) {
+        self.on_query_timer(now);
         while let Some(&(at, id)) = self.timers.first() {
             if at > now {
                 return;
@@ -665,7 +675,7 @@ impl Machine {
 
     /// Returns `drawn` as the id of a new connection if it is free, else another id.
     pub(super) fn new_id_from(&mut self, drawn: Option<CommId>) -> CommId {
-        let free = drawn.filter(|id| *id != 0 && !self.connections.contains_key(id));
+        let free = drawn.filter(|id| *id != 0 && !self.is_used(*id));
         free.unwrap_or_else(|| self.new_id())
     }
 
@@ -673,13 +683,17 @@ impl Machine {
         loop {
             self.issued = self.issued.wrapping_add(1);
             let id = drawn(self.secret, Draw::Connection(self.issued)) as u32;
-            if id != 0 && !self.connections.contains_key(&id) {
+            if id != 0 && !self.is_used(id) {
                 return id;
             }
         }
     }
 
-    fn new_transaction(&mut self) -> u64 {
+    fn is_used(&self, id: CommId) -> bool {
+        self.connections.contains_key(&id) || self.sidr.contains(id)
+    }
+
+    pub(super) fn new_transaction(&mut self) -> u64 {
         self.transactions = self.transactions.wrapping_add(1);
         self.transactions
     }

@@ -13,7 +13,6 @@ use super::message::{
     About, CmTimeout, CommId, Drep, Dreq, Mad, Message, Mra, PathFields, Private, Rej, Rep, Req,
     Rtu, SidrRep, SidrReq, SidrStatus,
 };
-use crate::roce::partition::DEFAULT_PKEY;
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum MadError {
@@ -129,7 +128,8 @@ mod at {
         pub(crate) const REQUEST_ID: usize = 24;
         pub(crate) const PKEY: usize = 28;
         pub(crate) const REQ_SERVICE: usize = 32;
-        pub(crate) const REQ_PRIVATE: usize = 40;
+        pub(crate) const ADDRESSES: usize = 40;
+        pub(crate) const REQ_PRIVATE: usize = 76;
         pub(crate) const STATUS: usize = 28;
         pub(crate) const QPN: usize = 32;
         pub(crate) const REP_SERVICE: usize = 36;
@@ -141,6 +141,8 @@ mod at {
 const NO_LID: u32 = u32::MAX;
 /// The prefix of rdma_cm's service ids for TCP ports.
 const TCP_SERVICE: u64 = 0x0106_0000;
+/// The prefix of its service ids for UDP ports.
+pub(super) const UDP_SERVICE: u64 = 0x0111_0000;
 
 type Bytes = [u8; SIZE];
 
@@ -184,8 +186,11 @@ impl Mad {
             }
             Message::SidrReq(req) => {
                 put(&mut mad, at::sidr::REQUEST_ID, req.request_id.to_be_bytes());
-                put(&mut mad, at::sidr::PKEY, DEFAULT_PKEY.to_be_bytes());
+                put(&mut mad, at::sidr::PKEY, req.pkey.to_be_bytes());
                 put(&mut mad, at::sidr::REQ_SERVICE, req.service.to_be_bytes());
+                if let Some((source, destination)) = req.addresses {
+                    put(&mut mad, at::sidr::ADDRESSES, encode_addresses(source, destination));
+                }
                 put_private(&mut mad, at::sidr::REQ_PRIVATE, &req.private_data);
                 attribute::SIDR_REQ
             }
@@ -250,7 +255,9 @@ impl Mad {
             attribute::DREP => Message::Drep(Drep { local_id, remote_id }),
             attribute::SIDR_REQ => Message::SidrReq(Box::new(SidrReq {
                 request_id: get_32(mad, at::sidr::REQUEST_ID),
+                pkey: u16::from_be_bytes(get(mad, at::sidr::PKEY)),
                 service: u64::from_be_bytes(get(mad, at::sidr::REQ_SERVICE)),
+                addresses: decode_addresses(&get(mad, at::sidr::ADDRESSES)),
                 private_data: get_private(mad, at::sidr::REQ_PRIVATE),
             })),
             attribute::SIDR_REP => Message::SidrRep(Box::new(SidrRep {

@@ -6,11 +6,10 @@
 
 use std::net::{IpAddr, SocketAddr};
 
-use rdma_provider::cm_contract::{MAX_REJECT_DATA, MAX_REQUEST_DATA, MAX_RESPONSE_DATA};
+use rdma_provider::cm_contract::{
+    MAX_FOUND_DATA, MAX_QUERY_DATA, MAX_REJECT_DATA, MAX_REQUEST_DATA, MAX_RESPONSE_DATA,
+};
 use rdma_provider::types::{AckTimeout, AddressVector, Gid, Mtu, Psn, Qkey, Qpn, RejectReason};
-
-const RESOLVE_DATA: usize = 216;
-const RESOLVED_DATA: usize = 136;
 
 /// An id that one side assigned to the connection. 0 in an MRA or REJ from a side that assigned
 /// none, and in a message to a peer whose id is unknown.
@@ -202,30 +201,37 @@ pub(super) struct Drep {
     pub(super) remote_id: CommId,
 }
 
-/// A query for the queue pair that serves datagrams of a service, IBTA 12.11.1. This manager always
-/// answers that it is unsupported.
+/// A query for the queue pair that serves datagrams of a service, IBTA 12.11.1.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct SidrReq {
-    pub(super) request_id: u32,
+    /// The active side's id of the query, which the answer repeats.
+    pub(super) request_id: CommId,
+    pub(super) pkey: u16,
     pub(super) service: u64,
-    pub(super) private_data: Private<RESOLVE_DATA>,
+    /// The addresses in rdma_cm's IP header; `None` without such a header.
+    pub(super) addresses: Option<(SocketAddr, IpAddr)>,
+    pub(super) private_data: Private<MAX_QUERY_DATA>,
 }
 
+/// The answer to a query, IBTA 12.11.2.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct SidrRep {
-    pub(super) request_id: u32,
+    pub(super) request_id: CommId,
     pub(super) status: SidrStatus,
     pub(super) qpn: Qpn,
     pub(super) service: u64,
     pub(super) qkey: Qkey,
-    pub(super) private_data: Private<RESOLVED_DATA>,
+    pub(super) private_data: Private<MAX_FOUND_DATA>,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct SidrStatus(pub(super) u8);
 
 impl SidrStatus {
+    pub(super) const VALID: Self = Self(0);
+    /// No service has the id.
     pub(super) const UNSUPPORTED: Self = Self(1);
+    pub(super) const REJECTED: Self = Self(2);
 }
 
 #[cfg(test)]

@@ -29,6 +29,7 @@ mod machine;
 mod mad;
 mod manager;
 mod message;
+mod sidr;
 
 #[cfg(test)]
 mod tests;

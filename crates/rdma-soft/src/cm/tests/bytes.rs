@@ -192,7 +192,9 @@ fn every_message() -> Vec<Message> {
         Message::Drep(Drep { local_id, remote_id }),
         Message::SidrReq(Box::new(SidrReq {
             request_id: 0xdead_beef,
+            pkey: 0x8001,
             service: 0x0111_1c06,
+            addresses: Some((([10, 1, 2, 3], 0x9876).into(), [10, 4, 5, 6].into())),
             private_data: Private::from_wire(std::array::from_fn(|at| at as u8)),
         })),
         Message::SidrRep(Box::new(SidrRep {
@@ -277,9 +279,13 @@ fn random_inputs_keep_invariants() {
 #[test]
 fn sidr_req_gets_unsupported() {
     let mut pair = Pair::new();
-    let private_data = Private::empty();
-    let request =
-        Message::SidrReq(Box::new(SidrReq { request_id: 9, service: 0x0111_1c06, private_data }));
+    let request = Message::SidrReq(Box::new(SidrReq {
+        request_id: 9,
+        pkey: 0xffff,
+        service: 0x0111_1c06,
+        addresses: None,
+        private_data: Private::empty(),
+    }));
     pair.b.on_message(1, A, Mad { transaction: 77, message: request }, psn);
     let sent = Out::of(&mut pair.b).sent;
     let [(A, Mad { transaction: 77, message: Message::SidrRep(rep) })] = &sent[..] else {

@@ -4,6 +4,7 @@ mod answered;
 mod bytes;
 mod campaign;
 mod devices;
+mod sidr;
 mod table;
 mod times;
 
@@ -122,6 +123,7 @@ fn name(event: &Event) -> &'static str {
         Event::PortClosed => "port closed",
         Event::Disconnected => "disconnected",
         Event::TimewaitExit => "timewait exit",
+        Event::ServiceFound { .. } => "service found",
     }
 }
 
