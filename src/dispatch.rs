@@ -36,6 +36,8 @@ macro_rules! objects {
     ($($name:ident),*) => {
         $(
             #[derive(Debug)]
+            // Each is in an `Arc`, or there are few.
+            #[allow(clippy::large_enum_variant)]
             pub(crate) enum $name {
                 Soft(<Soft as Provider>::$name),
                 #[cfg(feature = "ibverbs")]
