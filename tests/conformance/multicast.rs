@@ -152,6 +152,10 @@ fn attachment_without_a_group_or_to_another_transport_is_refused() {
         assert!(matches!(call(&reliable.qp, group, 0), Err(SetupError::Mismatch { .. })));
     }
     assert!(matches!(b.qp.detach_multicast(group, 0), Err(SetupError::Verb(_))));
+    if setup.a.attr().max_mcast_grp == 0 {
+        let what = "the device lacks multicast";
+        assert_eq!(a.qp.attach_multicast(group, 0), Err(SetupError::Unsupported { what }));
+    }
 }
 
 #[test]

@@ -227,7 +227,7 @@ pub trait CmId: Debug + Send + Sync {
     /// Joins a multicast group on the network interface of the bound address, for an id of port
     /// space UDP, `rdma_join_multicast(3)`. [`Joined`](CmEventKind::Joined) or
     /// [`JoinError`](CmEventKind::JoinError) follows. Dropping the id leaves the group. An id joins
-    /// one group; EINVAL if it has joined one or is not bound.
+    /// one group; EINVAL if it has joined one or is not bound, or if `group` is not multicast.
     ///
     /// The queue pair is [attached](crate::contract::Qp::attach_multicast) separately.
     fn join_multicast(&self, group: IpAddr) -> Result<(), VerbError>;

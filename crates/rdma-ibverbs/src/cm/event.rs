@@ -181,19 +181,10 @@ impl<'a> UnackedEvent<'a> {
             code::RDMA_CM_EVENT_MULTICAST_JOIN => {
                 // SAFETY: S3: as above.
                 let route = unsafe { route_of(id) };
-                let mut state = state.lock();
-                state.route = route;
-                if let Some(membership) = &mut state.group {
-                    membership.joined = true;
-                }
+                state.lock().route = route;
                 Kind::Joined(self.datagram())
             }
-            code::RDMA_CM_EVENT_MULTICAST_ERROR => {
-                if let Some(membership) = &mut state.lock().group {
-                    membership.joined = true;
-                }
-                Kind::JoinError(errno)
-            }
+            code::RDMA_CM_EVENT_MULTICAST_ERROR => Kind::JoinError(errno),
             code::RDMA_CM_EVENT_TIMEWAIT_EXIT => Kind::TimewaitExit,
             code::RDMA_CM_EVENT_DEVICE_REMOVAL => {
                 state.lock().end();

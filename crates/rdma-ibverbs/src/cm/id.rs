@@ -86,15 +86,7 @@ pub(super) struct IdState {
     /// The id is of port space UDP.
     pub(super) datagrams: bool,
     /// The multicast group that the id joins or has joined.
-    pub(super) group: Option<Membership>,
-}
-
-/// An id's membership in a multicast group.
-#[derive(Debug, Clone, Copy)]
-pub(super) struct Membership {
-    pub(super) group: IpAddr,
-    /// Its event has been taken.
-    pub(super) joined: bool,
+    pub(super) group: Option<IpAddr>,
 }
 
 /// A route. Names its device by context, so that recording it copies no string.
@@ -387,10 +379,11 @@ impl cm_contract::CmId for CmId {
     fn join_multicast(&self, group: IpAddr) -> Result<(), VerbError> {
         {
             let mut state = self.context.state.lock();
-            if state.group.is_some() || state.local.is_none() {
+            // The kernel joins any address.
+            if state.group.is_some() || state.local.is_none() || !group.is_multicast() {
                 return Err(VerbError::new("rdma_join_multicast", VerbError::EINVAL));
             }
-            state.group = Some(Membership { group, joined: false });
+            state.group = Some(group);
         }
         let _one_at_a_time = self.context.calls.lock();
         // SAFETY: S3: the id is alive.
@@ -433,10 +426,10 @@ impl cm_contract::CmId for CmId {
 impl Drop for CmId {
     fn drop(&mut self) {
         *self.context.calls.lock() = true;
-        let joined = self.context.state.lock().group.filter(|membership| membership.joined);
-        if let Some(Membership { group, .. }) = joined {
-            // librdmacm frees its record of the group only then.
-            // SAFETY: S3: the id is alive. Waits while the event of the join is being processed.
+        let group = self.context.state.lock().group;
+        if let Some(group) = group {
+            // Only this frees librdmacm's record of the group.
+            // SAFETY: S3: the id is alive. Waits while an event of the group is being processed.
             if let Err(error) = unsafe { multicast::leave(self.raw.as_ptr(), group) } {
                 rdma_provider::debug!(%group, %error, "failed to leave a multicast group");
             }

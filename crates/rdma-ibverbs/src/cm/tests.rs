@@ -533,3 +533,33 @@ fn device_removal_is_reported_to_every_id() {
     drop((active, passive, listener));
     assert_eq!((Arc::strong_count(&a.channel.0), Arc::strong_count(&b.channel.0)), (1, 1), "ids");
 }
+
+#[test]
+#[ignore = "needs a real device"]
+fn memberships_end_whether_their_event_was_taken_or_not() {
+    let mut program = Program::new(&device());
+    let address = program.address();
+    let join = |program: &Program, group: [u8; 4]| {
+        let id = program.channel.create_datagram_id().unwrap();
+        assert_eq!(id.join_multicast(group.into()).unwrap_err().errno, 22, "not bound");
+        id.bind(address).unwrap();
+        id.join_multicast(group.into()).unwrap();
+        assert_eq!(id.join_multicast(group.into()).unwrap_err().errno, 22, "joined already");
+        id
+    };
+    for round in 0..50 {
+        drop(join(&program, [239, 9, 1, round]));
+        let id = join(&program, [239, 9, 1, round]);
+        match program.next(&id) {
+            Kind::Joined(group) => {
+                let expected = std::net::Ipv4Addr::new(239, 9, 1, round);
+                assert_eq!((group.address.dgid, group.qpn), (expected.into(), Qpn::MULTICAST));
+                assert_eq!(group.qkey, rdma_provider::types::Qkey::RDMA_UDP);
+            }
+            other => panic!("{other:?}"),
+        }
+    }
+    let id = program.channel.create_datagram_id().unwrap();
+    id.bind(address).unwrap();
+    assert_eq!(id.join_multicast([10, 9, 0, 1].into()).unwrap_err().errno, 22, "no group");
+}
