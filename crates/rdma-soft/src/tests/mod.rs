@@ -269,8 +269,17 @@ impl End {
         qkey: Qkey,
         sges: &[Sge],
     ) -> Result<(), PostError> {
-        let address = to.address();
-        let target = Some(UdTarget { address: &address, handle: 0, qpn, qkey }.into());
+        self.send_at(wr_id, &to.address(), (qpn, qkey), sges)
+    }
+
+    fn send_at(
+        &self,
+        wr_id: u64,
+        address: &AddressVector,
+        (qpn, qkey): (Qpn, Qkey),
+        sges: &[Sge],
+    ) -> Result<(), PostError> {
+        let target = Some(UdTarget { address, handle: 0, qpn, qkey }.into());
         let wr = SendWr {
             wr_id: WrId(wr_id),
             op: SendOp::Send,

@@ -1,7 +1,7 @@
 //! Datagrams and unreliable connections.
 
 use super::*;
-use rdma_provider::types::{Imm, WcFlags, WcStatus};
+use rdma_provider::types::{Gid, Imm, WcFlags, WcOpcode, WcStatus};
 
 fn datagrams() -> Options {
     Options { transport: Transport::Ud, ..Options::default() }
@@ -92,4 +92,115 @@ fn unreliable_connection_delivers_and_drops_whole_messages() {
         assert_eq!((a.state(), b.state()), (QpState::Rts, QpState::Rts));
         assert!(a.send(5, SendOp::Read(bad), &[]).is_err());
     }
+}
+
+/// A group of this process, which no device outside of the test joins.
+fn group() -> Gid {
+    let [b, c] = (std::process::id() as u16).to_be_bytes();
+    std::net::Ipv4Addr::new(239, 253, b, c).into()
+}
+
+#[test]
+fn members_of_all_devices_with_a_link_receive_datagrams_to_their_group() {
+    for network in [Network::new(), Network::simulated(1, Faults::none())] {
+        let (a, b) = connected(&network, &datagrams());
+        let [c, d] = ["c", "d"].map(|name| End::new(&network, name, &datagrams()));
+        connect(&c, &d, &datagrams());
+        let to = AddressVector { dgid: group(), ..a.address() };
+        let receivers = [&a, &b, &c].map(|end| (end, end.buffer(200)));
+        let send = || {
+            a.send_at(1, &to, (Qpn::MULTICAST, QKEY), &[]).unwrap();
+            network.run_until_idle(Duration::from_secs(1));
+            receivers.each_ref().map(|(end, _)| {
+                end.poll().iter().filter(|done| done.opcode == WcOpcode::RECV).count()
+            })
+        };
+        for (end, memory) in &receivers {
+            end.qp.attach_multicast(group(), 0).unwrap();
+            (0..4).for_each(|id| end.recv(id, &[memory.sge(0, 200)]).unwrap());
+        }
+        assert_eq!(send(), [1, 1, 1]);
+        network.control("b").unwrap().set_port(false);
+        assert_eq!(send(), [1, 0, 1]);
+        network.control("a").unwrap().set_port(false);
+        assert_eq!(send(), [0, 0, 0]);
+    }
+}
+
+#[test]
+fn only_datagrams_to_the_multicast_number_reach_a_group() {
+    use crate::device::DeviceInner;
+    use crate::net::node::Node as _;
+    use crate::roce::ip_fields::Origin;
+    use crate::roce::packet::{Body, Packet, Part, Tail};
+
+    let network = Network::new();
+    let (_, b) = connected(&network, &datagrams());
+    let memory = b.buffer(200);
+    b.recv(7, &[memory.sge(0, 200)]).unwrap();
+    b.qp.attach_multicast(group(), 0).unwrap();
+    let device = DeviceInner::at(&network.0, b.address().dgid).unwrap();
+    let good = Packet {
+        transport: Transport::Ud,
+        dest: Qpn::MULTICAST,
+        psn: Psn::new(0),
+        pkey: DEFAULT_PKEY,
+        solicited: false,
+        ack_request: false,
+        body: Body::Datagram { qkey: QKEY, source: Qpn(9), imm: None },
+    };
+    let unwanted = |group, packet| {
+        let mut packets = std::iter::once((Origin::default(), packet, &[0; 64][..]));
+        std::sync::Arc::clone(&device).receive_multicast(group, &mut packets)
+    };
+    let dropped = || b.qp.counters().1.dropped;
+    let other = Gid::from(std::net::Ipv4Addr::new(239, 252, 0, 1));
+    // Without a receiver.
+    assert_eq!(unwanted(other, good), 1);
+    assert_eq!(unwanted(group(), Packet { dest: b.qp.qpn(), ..good }), 1);
+    assert_eq!(dropped(), 0);
+    // Not for the queue pair.
+    let send = Body::Send { part: Part::Only, tail: Tail::None };
+    for bad in [
+        Packet { transport: Transport::Rc, body: send, ..good },
+        Packet { body: send, ..good },
+        Packet { body: Body::Datagram { qkey: Qkey(1), source: Qpn(9), imm: None }, ..good },
+        Packet { pkey: 0x8001, ..good },
+    ] {
+        let before = dropped();
+        assert_eq!((unwanted(group(), bad), dropped()), (0, before + 1), "{bad:?}");
+    }
+    assert_eq!(b.poll(), []);
+    assert_eq!(unwanted(group(), good), 0);
+    assert_eq!(outcome(&b.wait(1)), [(7, WcStatus::SUCCESS)]);
+}
+
+#[test]
+fn device_over_udp_is_a_member_as_long_as_a_queue_pair_is_attached() {
+    let network = over_udp(&["a", "b"]);
+    let (a, b) = connected(&network, &datagrams());
+    let to = AddressVector { dgid: group(), ..a.address() };
+    let memory = b.buffer(200);
+    let joined = || {
+        let table = std::fs::read_to_string("/proc/net/igmp").unwrap();
+        let [.., x, y, z, w] = group().0;
+        table.contains(&format!("{:08X}", u32::from_ne_bytes([x, y, z, w])))
+    };
+    assert!(!joined());
+    for round in 0..20 {
+        b.qp.attach_multicast(group(), 0).unwrap();
+        assert!(joined());
+        b.recv(round, &[memory.sge(0, 200)]).unwrap();
+        a.send_at(1, &to, (Qpn::MULTICAST, QKEY), &[]).unwrap();
+        assert_eq!(outcome(&b.wait(1)), [(round, WcStatus::SUCCESS)]);
+        assert_eq!(outcome(&a.wait(1)), [(1, WcStatus::SUCCESS)]);
+        b.qp.detach_multicast(group(), 0).unwrap();
+        // A thread closes the socket.
+        while joined() {
+            std::thread::yield_now();
+        }
+    }
+    let other_family =
+        b.qp.attach_multicast("ff15::1".parse::<std::net::IpAddr>().unwrap().into(), 0);
+    assert_eq!(other_family.unwrap_err().errno, 97);
 }
