@@ -72,7 +72,9 @@ impl QueuePair {
     ///   [`SetupError::Unsupported`] on InfiniBand;
     /// - [`ConnectError::AddressNotAvailable`] if the connection manager does not know the address;
     /// - [`ConnectError::TimedOut`] if the network does not answer within 5 s;
-    /// - [`ConnectError::Verb`] if it refuses, and [`ConnectError::NoRuntime`].
+    /// - [`ConnectError::Verb`] if it refuses. Linux (6.1) refuses IPv6 groups on RoCE v2 with
+    ///   EOPNOTSUPP; the software device has them.
+    /// - [`ConnectError::NoRuntime`].
     ///
     /// # Cancel safety
     ///

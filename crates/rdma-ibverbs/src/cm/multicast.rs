@@ -17,6 +17,9 @@ use rdma_provider::VerbError;
 type Join = unsafe extern "C" fn(*mut rdma_cm_id, *mut Address, *mut c_void) -> c_int;
 type Leave = unsafe extern "C" fn(*mut rdma_cm_id, *mut Address) -> c_int;
 
+/// The kernel's own code, which programs should not see, for IPv6 groups on RoCE v2.
+const ENOTSUPP: i32 = 524;
+
 /// Asks to join a group; an event follows.
 ///
 /// # Safety
@@ -30,7 +33,11 @@ pub(super) unsafe fn join(id: *mut rdma_cm_id, group: IpAddr) -> Result<(), Verb
     let function = function.ok_or(VerbError::new(VERB, VerbError::EOPNOTSUPP))?;
     let mut address = Address::from(SocketAddr::new(group, 0));
     // SAFETY: S3: the id is alive, the address local and of its family's length.
-    sys::status(VERB, unsafe { function(id, &raw mut address, ptr::null_mut()) })
+    let result = unsafe { function(id, &raw mut address, ptr::null_mut()) };
+    sys::status(VERB, result).map_err(|error| match error.errno {
+        ENOTSUPP => VerbError::new(VERB, VerbError::EOPNOTSUPP),
+        _ => error,
+    })
 }
 
 /// Leaves a group; returns when its events are acknowledged.

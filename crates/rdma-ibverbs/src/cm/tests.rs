@@ -562,4 +562,7 @@ fn memberships_end_whether_their_event_was_taken_or_not() {
     let id = program.channel.create_datagram_id().unwrap();
     id.bind(address).unwrap();
     assert_eq!(id.join_multicast([10, 9, 0, 1].into()).unwrap_err().errno, 22, "no group");
+    let ipv6 = std::net::Ipv6Addr::new(0xff15, 0, 0, 0, 0, 0, 0, 1);
+    let refused = id.join_multicast(ipv6.into()).unwrap_err();
+    assert_eq!(refused.errno, VerbError::EOPNOTSUPP, "IPv6 on RoCE v2");
 }
