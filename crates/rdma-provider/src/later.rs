@@ -24,11 +24,12 @@ enum Work {
 /// The work of a thread. Has no destructor, so that destructors of other thread-local variables can
 /// still use it; [`AtExit`] frees its memory.
 struct Later {
-    /// The first work, if it is a waker. Most locks that have work leave one waker.
+    /// The first work, if it is a waker: most locks that have work leave one waker. `None` whenever
+    /// no work waits.
     first: Cell<Option<ManuallyDrop<Waker>>>,
     /// What follows. Entries that have begun are `None`.
     list: RefCell<ManuallyDrop<Vec<Option<Work>>>>,
-    /// The length of the list.
+    /// The length of the list, which is read more often than the list.
     len: Cell<usize>,
     /// How many entries belong to calls of [`run_all`] further up this thread's stack. A nested
     /// call runs only those behind them.
@@ -92,7 +93,10 @@ fn wake_one(waker: Waker) {
         defer(Work::Wake(waker));
     } else {
         locks::note_later();
-        LATER.with(|later| later.first.set(Some(ManuallyDrop::new(waker))));
+        LATER.with(|later| {
+            let before = later.first.replace(Some(ManuallyDrop::new(waker)));
+            debug_assert!(before.is_none(), "nothing waits");
+        });
     }
 }
 
@@ -134,35 +138,36 @@ fn defer(work: Work) {
 pub(crate) fn run_all() {
     locks::clear_waiting();
     LATER.with(|later| {
-        // Work may take locks and add more. The release of such a lock runs only what was added
-        // since, so calls nest as deep as work causes other work, not as long as the list is.
-        let outer = later.outer.replace(later.len.get());
+        // Work may take locks and add more. All present entries count as those of outer calls, so
+        // the release of such a lock runs only what was added since: calls nest as deep as work
+        // causes other work, not as long as the list is.
+        let start = later.outer.replace(later.len.get());
         if let Some(waker) = later.first.take() {
             wake_now(ManuallyDrop::into_inner(waker));
         }
-        if later.len.get() > outer {
-            later.run_list(outer);
+        if later.len.get() > start {
+            later.run_list(start);
         }
-        later.outer.set(outer);
+        later.outer.set(start);
     });
 }
 
 impl Later {
-    /// Runs the entries of the list from `first`.
+    /// Runs the entries of the list from `start`.
     #[cold]
-    fn run_list(&self, first: usize) {
-        for entry in first..self.len.get() {
+    fn run_list(&self, start: usize) {
+        for entry in start..self.len.get() {
             let work = self.list.borrow_mut().get_mut(entry).and_then(Option::take);
             if let Some(work) = work {
                 work.run();
             }
         }
         let mut list = self.list.borrow_mut();
-        list.truncate(first);
-        if first == 0 && list.capacity() > KEPT {
+        list.truncate(start);
+        if start == 0 && list.capacity() > KEPT {
             list.shrink_to(KEPT);
         }
-        self.len.set(first);
+        self.len.set(start);
     }
 }
 

@@ -21,12 +21,12 @@ use crate::memory::dma::{Gather, Payload};
 use crate::net::scheduler::{Scheduled, Task};
 use crate::net::udp::Pace;
 use crate::roce::ip_fields::Origin;
-use crate::roce::packet::Packet;
+use crate::roce::packet::{Body, Packet};
 use crate::roce::partition::{are_full_members, may_communicate};
 use crate::roce::requester::{Destination, DirectMessage, Outgoing, Requester, Source};
 use crate::roce::responder::Responder;
 
-/// Minimum nanoseconds between congestion notifications of a queue pair, as of adapters.
+/// Minimum nanoseconds between congestion notifications of a queue pair, as adapters have it.
 const NOTIFICATION_INTERVAL: u64 = 50_000;
 
 /// The rest of a slice.
@@ -514,9 +514,9 @@ impl QpInner {
         let half = if packet.body.is_response() {
             let mut sender = self.sender.lock();
             if origin.gid == sender.peer_at.gid {
-                // What a READ returns is its requester's traffic.
-                if marked {
-                    sender.machine.on_congestion();
+                // The requester has asked for this traffic, so it also slows down.
+                if marked && matches!(packet.body, Body::ReadResponse { .. }) {
+                    sender.machine.slow_down();
                 }
                 sender.machine.on_response(
                     packet,
@@ -554,7 +554,8 @@ impl QpInner {
         half
     }
 
-    /// Sends a congestion notification packet to the connected peer, a packet of which was marked.
+    /// Counts a marked packet. If it is of the connected peer, sends a congestion notification to
+    /// it, unless one was sent shortly before.
     #[cold]
     fn notify_of_congestion(&self, source: Gid) {
         let now = self.device.network.scheduler.now();

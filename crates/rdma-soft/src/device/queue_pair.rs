@@ -97,7 +97,7 @@ pub(crate) struct ReceiverHalf {
     /// send before this queue pair is ready.
     pub(crate) unconfirmed: Option<u32>,
     pub(crate) ip_fields: IpFields,
-    /// No congestion notification is sent before.
+    /// Time before which no further congestion notification is sent.
     pub(crate) notify_after: u64,
 }
 

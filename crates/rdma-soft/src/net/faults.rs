@@ -110,7 +110,7 @@ impl Faults {
 pub struct Bottleneck {
     /// Bytes per second of the link from the switch to the device; 0 counts as 1.
     pub rate: u64,
-    /// Bytes that may wait, at least a packet. A packet that would exceed this is lost.
+    /// Bytes that may wait. A packet that would exceed this is lost, so it must hold the longest.
     pub buffer: u64,
     /// Bytes above which the switch marks packets that it may mark (RFC 3168): those of a path with
     /// one of the two lowest bits of the traffic class. `None` for a switch that marks none.

@@ -34,6 +34,7 @@ impl Sender {
     pub(crate) fn set_destination(&mut self, to: Destination) {
         if (self.peer_at.gid, self.peer_at.qpn) != (to.gid, to.qpn) {
             self.target = Weak::new();
+            self.machine.forget_congestion();
         }
         self.peer_at = to;
     }

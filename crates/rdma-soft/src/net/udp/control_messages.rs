@@ -65,7 +65,8 @@ fn write_control<T: Copy>(
     }
 }
 
-/// Returns the length of joined datagrams, if several, and the fields of their IP header.
+/// Returns the length of joined datagrams, if several, and the fields of their IP headers, which
+/// are equal: the kernel joins no others (`inet_gro_receive`, `ipv6_gro_receive`).
 pub(super) fn read_controls(message: &libc::msghdr) -> (Option<usize>, IpFields) {
     let (mut segment, mut ip_fields) = (None, IpFields::default());
     // SAFETY: S4: the kernel has written `msg_controllen` bytes, within which the macros stay; an

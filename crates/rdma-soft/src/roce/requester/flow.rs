@@ -1,10 +1,10 @@
 //! How much a requester has in flight, and its reaction to congestion.
 //!
 //! The specification leaves the reaction to the implementation (IBTA annex A17.9), and adapters
-//! change a rate. Here it is a window, as in TCP. A congestion notification packet halves the
-//! packets in flight, once for all that were in flight then. After a timeout, one packet probes the
-//! path: a whole window would fill the queue that lost the last one. Each acknowledged window adds
-//! a packet, until the window is that of a path without congestion.
+//! change a rate. Here it is a window, as in TCP. A congestion notification packet sets it to half
+//! of the packets in flight; later ones are ignored until those are acknowledged. After a timeout,
+//! one packet probes the path: a whole window would fill the queue that lost the last one. Each
+//! acknowledged window adds a packet, until the window is that of a path without congestion.
 
 use rdma_provider::types::Psn;
 
@@ -65,8 +65,8 @@ impl Congestion {
         Self { window: window.max(1), acknowledged: 0, narrowed_at: sent_end }
     }
 
-    /// Returns whether a packet that was in flight when the window was narrowed is not
-    /// acknowledged, so that what is notified is known.
+    /// Returns whether packets are unacknowledged that were in flight when the window was narrowed.
+    /// A notification that arrives then is about congestion to which the window has reacted.
     pub(super) const fn is_recent(&self, unacked: Psn) -> bool {
         unacked.distance_from(self.narrowed_at) < 0
     }

@@ -30,7 +30,8 @@ impl Requester {
             return;
         }
         if packet.body == Body::Congestion {
-            self.on_congestion();
+            self.counters.congestion_notifications += 1;
+            self.slow_down();
             return;
         }
         self.counters.responses += 1;
@@ -73,15 +74,21 @@ impl Requester {
         }
     }
 
-    /// Narrows the window, unless it was narrowed after the packets in flight were sent.
+    /// Narrows the window for congestion that packets in flight have met. One notification does so
+    /// for all of them.
     #[cold]
-    pub(crate) fn on_congestion(&mut self) {
-        self.counters.congestion_notifications += 1;
-        if !self.congestion.is_some_and(|known| known.is_recent(self.unacked)) {
+    pub(crate) fn slow_down(&mut self) {
+        let in_flight = self.in_flight();
+        let is_known = self.congestion.is_some_and(|known| known.is_recent(self.unacked));
+        if in_flight > 0 && !is_known {
             let window = self.config.flow.limited_by(self.congestion).window as u32;
-            let window = window.min(self.in_flight()) / 2;
-            self.congestion = Some(Congestion::new(window, self.sent_end));
+            self.congestion = Some(Congestion::new(window.min(in_flight) / 2, self.sent_end));
         }
+    }
+
+    /// Restores the whole window, for another path.
+    pub(crate) const fn forget_congestion(&mut self) {
+        self.congestion = None;
     }
 
     /// Acknowledges packets before `to`. Returns false at a READ or atomic without response.
