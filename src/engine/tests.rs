@@ -154,6 +154,7 @@ fn failed_completion_queue_refuses_queue_pairs_that_are_not_registered_yet() {
     let limits = Limits {
         depth: 4,
         max_sge: 1,
+        max_read_sge: 1,
         max_inline: 0,
         max_message: 64,
         pd: PdKey(pd.id()),

@@ -11,6 +11,7 @@ use crate::verbs::AddressHandle;
 pub(crate) struct Limits {
     pub(crate) depth: u32,
     pub(crate) max_sge: u32,
+    pub(crate) max_read_sge: u32,
     pub(crate) max_inline: u32,
     pub(crate) max_message: u64,
     pub(crate) pd: PdKey,

@@ -71,6 +71,7 @@ impl SharedReceiveQueue {
         let limits = Limits {
             depth: max_wr,
             max_sge: srq.caps().max_sge,
+            max_read_sge: 0,
             max_inline: 0,
             max_message: u64::MAX,
             pd: PdKey(pd.id()),

@@ -106,6 +106,8 @@ pub struct Flow {
     announced: u32,
     /// Unannounced receives of frames other than messages.
     control: u32,
+    /// Unannounced receives of a [greeting](Self::greet): 0 or 1.
+    greetings: u32,
     offers: u32,
     done: u32,
     done_announced: u32,
@@ -137,6 +139,7 @@ impl Flow {
             released: 0,
             announced: 0,
             control: 0,
+            greetings: 0,
             offers: 0,
             done: 0,
             done_announced: 0,
@@ -204,7 +207,7 @@ impl Flow {
             Kind::Data | Kind::Part | Kind::Ack | Kind::Ping | Kind::Abort | Kind::Resize => {}
         }
         self.announced = self.released;
-        self.control = 0;
+        (self.control, self.greetings) = (0, 0);
         self.done_announced = self.done;
         self.ack_requested = false;
         self.peer_fin_acked = self.peer_finished;
@@ -274,7 +277,7 @@ impl Flow {
     }
 
     pub fn unanswered(&self) -> u32 {
-        self.arrived.wrapping_sub(self.announced)
+        self.arrived.wrapping_sub(self.announced) - self.greetings
     }
 
     /// Returns true if the receives of all messages were reposted.
@@ -313,6 +316,8 @@ impl Flow {
 
     /// Processes a header. Returns the number of further offers that are done.
     pub fn receive(&mut self, header: Header) -> Result<u32, Violation> {
+        // Others count as traffic that has no answer yet.
+        self.greetings += u32::from(self.waits && header.kind == Kind::Ack);
         self.waits = false;
         let released = header.released.wrapping_sub(self.confirmed) & COUNT_MASK;
         let in_use = self.in_use();

@@ -199,7 +199,8 @@ impl WorkQueue {
     ) -> Result<Claim<Self>, Refusal> {
         let mut sges = SgeList::new();
         self.gather(buffer, &mut sges)?;
-        self.check(&sges, request.inline, request.remote_len)?;
+        let is_read = matches!(request.kind, WorkKind::Send(SendOp::Read(_)));
+        self.check(&sges, is_read, request.inline, request.remote_len)?;
 
         // With a depth of 0 it could never be posted.
         let depth = self.limits.depth.into();
@@ -241,6 +242,7 @@ impl WorkQueue {
     pub(super) fn check(
         &self,
         sges: &[Sge],
+        is_read: bool,
         inline: Option<&[u8]>,
         remote_len: u64,
     ) -> Result<(), OpErrorKind> {
@@ -259,6 +261,13 @@ impl WorkQueue {
             sges.len() as u64,
             self.limits.max_sge.into(),
         )?;
+        if is_read {
+            LimitError::check(
+                "scatter elements of a READ (max_read_sge of the device)",
+                sges.len() as u64,
+                self.limits.max_read_sge.into(),
+            )?;
+        }
         LimitError::check(
             "message bytes (the path MTU for datagrams)",
             bytes,

@@ -128,7 +128,8 @@ impl WorkQueue {
         for (entry, buffer) in entries.iter().zip(buffers) {
             let start = pieces.sges.len();
             self.gather(buffer, &mut pieces.sges)?;
-            self.check(&pieces.sges[start..], None, entry.remote_len)?;
+            let is_read = matches!(entry.op, SendOp::Read(_));
+            self.check(&pieces.sges[start..], is_read, None, entry.remote_len)?;
             pieces.lengths.push(pieces.sges.len() - start);
         }
         Ok(pieces)

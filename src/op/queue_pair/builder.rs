@@ -356,6 +356,7 @@ impl QueuePairBuilder {
         let limits = |depth, max_sge| Limits {
             depth,
             max_sge,
+            max_read_sge: max_sge.min(device.attr().max_read_sge),
             max_inline: granted.max_inline,
             max_message: if datagram {
                 port.active_mtu.bytes() as u64

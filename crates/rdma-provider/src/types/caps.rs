@@ -27,6 +27,8 @@ pub struct DeviceAttr {
     pub max_qp_wr: u32,
     /// Maximum scatter/gather elements of a work request.
     pub max_sge: u32,
+    /// Maximum scatter elements of a READ: 1 with iWARP.
+    pub max_read_sge: u32,
     /// Maximum inline bytes of a send.
     pub max_inline: u32,
     /// Maximum completion queues.
@@ -101,6 +103,7 @@ impl DeviceAttr {
             max_qp: 0,
             max_qp_wr: 0,
             max_sge: 0,
+            max_read_sge: 0,
             max_inline: 0,
             max_cq: 0,
             max_cqe: 0,

@@ -131,6 +131,7 @@ impl DeviceInner {
         attr.max_qp = 1 << 20;
         attr.max_qp_wr = 16384;
         attr.max_sge = 16;
+        attr.max_read_sge = attr.max_sge;
         attr.max_inline = 256;
         attr.max_cq = 1 << 20;
         attr.max_cqe = 1 << 22;
