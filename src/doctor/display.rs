@@ -159,6 +159,7 @@ fn limits(f: &mut fmt::Formatter<'_>, attr: &DeviceAttr) -> fmt::Result {
     if attr.vendor_id != 0 {
         line(f, "vendor, part", format_args!("{:#06x}, {}", attr.vendor_id, attr.vendor_part_id))?;
     }
+    line(f, "protocol", attr.protocol)?;
     line(f, "firmware", &attr.firmware)?;
     line(f, "data path", attr.data_path)?;
     line(f, "queue pairs", format_args!("{} of {} work requests", attr.max_qp, attr.max_qp_wr))?;

@@ -5,7 +5,7 @@ use super::{
     CapabilityStatus, Container, DeviceReport, Examination, Finding, Host, KernelDevice,
     LibraryState, NodeAccess, PciFunction, PortReport, Report, Severity, trial,
 };
-use crate::types::{GidKind, GidReason, LinkLayer, Mtu, PortState};
+use crate::types::{DeviceAttr, GidKind, GidReason, LinkLayer, Mtu, PortState};
 
 pub(super) fn of(report: &Report, asked: &Examination) -> Vec<Finding> {
     let mut found = Vec::new();
@@ -209,6 +209,9 @@ fn device_findings(device: &DeviceReport, host: &Host, found: &mut Vec<Finding>)
         };
         found.push(problem(format!("{name}: {error}"), advice));
     }
+    if device.attr.as_ref().is_some_and(DeviceAttr::is_iwarp) {
+        found.push(iwarp(name));
+    }
     for port in &device.ports {
         port_findings(device, port, host, found);
     }
@@ -250,10 +253,22 @@ fn device_findings(device: &DeviceReport, host: &Host, found: &mut Vec<Finding>)
     }
 }
 
+fn iwarp(name: &str) -> Finding {
+    note(
+        format!(
+            "{name} is an iWARP device: it connects by IP address only, has the transport RC only, \
+             completes a WRITE before it has arrived, and ends a connection at a message without a \
+             posted receive"
+        ),
+        "use Connection, RdmaStream or cm::connect, and post receives before you connect",
+    )
+}
+
 /// Returns the alternative to a missing capability.
 fn instead(capability: &str) -> &'static str {
     match capability {
         trial::ATOMICS => "send a message with SEND and let the peer update the value",
+        trial::IMMEDIATE => "send the number in a message after the WRITE",
         trial::SHARED_RECEIVES => "post receives to each queue pair: `QueuePair::recv`",
         trial::WINDOWS => "revoke access by dropping the exposed region",
         trial::ON_DEMAND => {
@@ -310,7 +325,8 @@ fn port_findings(device: &DeviceReport, port: &PortReport, host: &Host, found: &
         found.push(Finding { severity, what, advice });
         return;
     }
-    if !infiniband {
+    let is_iwarp = device.attr.as_ref().is_some_and(DeviceAttr::is_iwarp);
+    if !infiniband && !is_iwarp {
         gid_findings(&name, device.works(), port, found);
         mtu_findings(&name, port, host, found);
     }

@@ -6,6 +6,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use super::{Capability, CapabilityStatus, DeviceReport, PortReport};
+use crate::cm::{self, CmConnection, ConnectConfig, ConnectError};
 use crate::dc::{DcInitiator, DcTarget};
 use crate::engine::{CompletionMode, CompletionQueue};
 use crate::error::{SetupError, VerbError};
@@ -17,6 +18,7 @@ use crate::verbs::{Channel, Device};
 pub(super) const EVENTS: &str = "completion events";
 pub(super) const WRITE: &str = "awaited WRITE";
 pub(super) const ATOMICS: &str = "atomics";
+pub(super) const IMMEDIATE: &str = "immediate data";
 pub(super) const SHARED_RECEIVES: &str = "shared receive queues";
 pub(super) const WINDOWS: &str = "memory windows";
 pub(super) const ON_DEMAND: &str = "on-demand paging";
@@ -104,6 +106,7 @@ fn probe(name: &str, found: &Sender<Piece>) {
     let claimed = |is: bool, how: String| {
         if is { CapabilityStatus::Claimed(how) } else { CapabilityStatus::Absent }
     };
+    capability(IMMEDIATE, claimed(attr.immediate, String::new()));
     capability(WINDOWS, claimed(attr.max_mw > 0, format!("up to {}", attr.max_mw)));
     capability(ON_DEMAND, claimed(attr.on_demand_paging, String::new()));
     capability(DMA_BUF, claimed(attr.dma_buf, String::new()));
@@ -112,7 +115,7 @@ fn probe(name: &str, found: &Sender<Piece>) {
         match attr.dc {
             Some(_) => dynamic_connection(&device),
             // Without feature `mlx5` a real device may support DC unseen.
-            None if !cfg!(feature = "mlx5") && name != Device::SOFTWARE => {
+            None if !cfg!(feature = "mlx5") && !attr.is_iwarp() && name != Device::SOFTWARE => {
                 CapabilityStatus::Unknown
             }
             None => CapabilityStatus::Absent,
@@ -162,7 +165,7 @@ fn operations(device: &Device) -> (CapabilityStatus, CapabilityStatus) {
         }
     };
     let _entered = runtime.enter();
-    let ends = match Loopback::new(device) {
+    let ends = match runtime.block_on(within(Loopback::new(device))) {
         Ok(ends) => ends,
         Err(error) => return (CapabilityStatus::Failed(error), CapabilityStatus::Unknown),
     };
@@ -214,35 +217,70 @@ async fn within<T>(work: impl Future<Output = Result<T, String>>) -> Result<T, S
     tokio::time::timeout(TIMEOUT, work).await.map_err(late)?
 }
 
-/// A queue pair connected to itself, with memory as the target.
+/// A queue pair connected to itself, with memory as the target. An iWARP device connects two by
+/// address.
 struct Loopback {
     qp: QueuePair,
+    _by_address: Option<(QueuePair, [CmConnection; 2])>,
     region: ExposedRegion,
     pool: Pool,
+}
+
+/// Connects two queue pairs of `device` by its own address.
+async fn connect_by_address(
+    device: &Device,
+    active: &QueuePair,
+    passive: &QueuePair,
+) -> Result<[CmConnection; 2], String> {
+    let address = device.default_address().map_err(|error| {
+        format!("{error}; an iWARP device connects by the IP address of its network interface")
+    })?;
+    let config = ConnectConfig::default();
+    let links = async {
+        let listener = cm::Listener::bind(device, (address, 0)).await?;
+        let accept = async { listener.accept().await?.accept(passive, &config).await };
+        let connect = async {
+            cm::resolve(device, listener.local_addr()).await?.connect(active, &config).await
+        };
+        tokio::try_join!(connect, accept)
+    };
+    let (ours, theirs) = links.await.map_err(|error: ConnectError| error.to_string())?;
+    Ok([ours, theirs])
 }
 
 impl Loopback {
     const BYTES: u64 = 64;
 
-    fn new(device: &Device) -> Result<Self, String> {
-        let made = || -> Result<Self, SetupError> {
+    async fn new(device: &Device) -> Result<Self, String> {
+        let pair = || -> Result<[QueuePair; 2], SetupError> {
             let pd = device.protection_domain()?;
             let queue = CompletionQueue::builder(device)
                 .capacity(64)
                 .mode(CompletionMode::Event)
                 .build()?;
-            let qp = QueuePair::builder(&pd, &queue)
+            let builder = QueuePair::builder(&pd, &queue)
                 .max_send_wr(8)
                 .max_recv_wr(1)
                 .max_sge(1)
-                .max_inline(0)
-                .build()?;
-            qp.connect(&qp.endpoint())?;
-            let memory = HostMemory::zeroed(Self::BYTES as usize)?;
-            let region = ExposedRegion::new(&pd, memory, Access::REMOTE_ALL)?;
-            Ok(Self { qp, region, pool: Pool::new(&pd, Self::BYTES as usize, 1)? })
+                .max_inline(0);
+            Ok([builder.clone().build()?, builder.build()?])
         };
-        made().map_err(|error| error.to_string())
+        let [qp, peer] = pair().map_err(|error| error.to_string())?;
+        let by_address = if device.attr().is_iwarp() {
+            let links = connect_by_address(device, &qp, &peer).await?;
+            Some((peer, links))
+        } else {
+            qp.connect(&qp.endpoint()).map_err(|error| error.to_string())?;
+            None
+        };
+        let memory = || -> Result<_, SetupError> {
+            let pd = qp.protection_domain();
+            let memory = HostMemory::zeroed(Self::BYTES as usize)?;
+            let region = ExposedRegion::new(pd, memory, Access::REMOTE_ALL)?;
+            Ok((region, Pool::new(pd, Self::BYTES as usize, 1)?))
+        };
+        let (region, pool) = memory().map_err(|error| error.to_string())?;
+        Ok(Self { qp, _by_address: by_address, region, pool })
     }
 
     async fn write(&self) -> Result<String, String> {
@@ -254,6 +292,10 @@ impl Loopback {
             let start = Instant::now();
             buffer = self.qp.write(buffer, remote).await.map_err(|error| error.to_string())?;
             times.push(start.elapsed());
+        }
+        if self.qp.protection_domain().device().attr().is_iwarp() {
+            // A WRITE completes when TCP has it, a READ after the peer has executed those before.
+            self.qp.read(buffer, remote).await.map_err(|error| error.to_string())?;
         }
         let mut arrived = [0; Self::BYTES as usize];
         self.region.read(0, &mut arrived).map_err(|error| error.to_string())?;
@@ -286,7 +328,7 @@ mod tests {
         let report = examine(Device::SOFTWARE, Duration::from_secs(10));
         assert!(report.works() && report.error.is_none(), "{report:?}");
         assert_eq!(report.ports.len(), 1);
-        assert_eq!(report.capabilities.len(), 8);
+        assert_eq!(report.capabilities.len(), 9);
         let failed = |capability: &&Capability| {
             matches!(capability.status, CapabilityStatus::Failed(_) | CapabilityStatus::Unknown)
         };
