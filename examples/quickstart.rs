@@ -115,7 +115,8 @@ async fn task<T: Send + 'static>(
 // The server.
 
 async fn serve(mut peer: Peer) -> Result<()> {
-    let (qp, [written, message]) = peer.connect().await?;
+    let (qp, [hello, written, message]) = peer.connect().await?;
+    hello.await?;
 
     // Peers may access an `ExposedRegion`. `grant` returns its address, length and key.
     let region = ExposedRegion::new(&peer.pd, vec![0; 4096], Access::REMOTE_ALL)?;
@@ -199,6 +200,8 @@ async fn answer_until_empty(peer: &Peer, qp: &QueuePair, mut next: Recv<BufMut>)
 
 async fn request(mut peer: Peer) -> Result<Vec<Latency>> {
     let (qp, [key]) = peer.connect().await?;
+    // The side that connects sends first, as iWARP requires.
+    qp.send_inline(b"hello").await?;
     let key = key.await?;
     let remote = RemoteRegion::from_bytes(&key.buffer).ok_or("invalid address and key")?;
 

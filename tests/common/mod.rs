@@ -151,16 +151,31 @@ pub(crate) fn network() -> Network {
     }
 }
 
-/// Returns the `transports` that lose nothing on the wire of this process.
+/// Returns the `transports` that the device has and that lose nothing on the wire of this process.
 pub(crate) fn transports(transports: &[Transport]) -> impl Iterator<Item = Transport> + use<> {
-    let lossless =
-        |&transport: &Transport| transport == Transport::Rc || crate::wire() != Wire::Faults;
+    let only_rc = crate::wire() == Wire::Faults || is_iwarp();
+    let lossless = |&transport: &Transport| transport == Transport::Rc || !only_rc;
     transports.iter().copied().filter(lossless).collect::<Vec<_>>().into_iter()
 }
 
 /// Returns the name of the real device under test, if there is one.
 pub(crate) fn hardware() -> Option<String> {
     std::env::var("TOKIO_RDMA_DEVICE").ok().filter(|name| name != Device::SOFTWARE)
+}
+
+/// Returns true if the device under test is an iWARP device.
+pub(crate) fn is_iwarp() -> bool {
+    hardware().is_some_and(|name| Device::open(&name).is_ok_and(|device| device.attr().is_iwarp()))
+}
+
+/// Reports that `test` is skipped and returns true on an iWARP device, which lacks `what`.
+#[allow(dead_code, reason = "some test binaries mount a part of the suite")]
+pub(crate) fn skip_on_iwarp(test: &str, what: &str) -> bool {
+    let skips = is_iwarp();
+    if skips {
+        skip(test, &format!("an iWARP device has no {what}"));
+    }
+    skips
 }
 
 /// Reports that `test` is skipped; panics on the software device, which supports everything.

@@ -11,7 +11,7 @@ use bytes::Bytes;
 use tokio_rdma::op::RetryConfig;
 use tokio_rdma::software::Network;
 use tokio_rdma::types::AckTimeout;
-use tokio_rdma::{Connection, ConnectionConfig, Device, ProtectionDomain};
+use tokio_rdma::{Connection, ConnectionConfig, Device, Listener, ProtectionDomain};
 
 use crate::torture::{self, Flavour, LONG, Mode, bounded, soon};
 
@@ -108,10 +108,31 @@ pub fn pair_in(
     a: &ConnectionConfig,
     b: &ConnectionConfig,
 ) -> (Connection, Connection) {
+    if a_pd.device().attr().is_iwarp() {
+        return pair_by_address(a_pd, b_pd, a, b);
+    }
     let (a, b) = (Connection::prepare(a_pd, a).unwrap(), Connection::prepare(b_pd, b).unwrap());
     let (a_end, b_end) = (a.endpoint(), b.endpoint());
     let (a_hello, b_hello) = (a.handshake(b"from a").unwrap(), b.handshake(b"from b").unwrap());
     (a.establish(&b_end, &b_hello).unwrap(), b.establish(&a_end, &a_hello).unwrap())
+}
+
+/// Connects by the address of the device, because it connects in no other way.
+fn pair_by_address(
+    a_pd: &ProtectionDomain,
+    b_pd: &ProtectionDomain,
+    a: &ConnectionConfig,
+    b: &ConnectionConfig,
+) -> (Connection, Connection) {
+    let (here, there) = (a_pd.device().clone(), b_pd.device().clone());
+    let a = a.clone().protection_domain(a_pd).user_data("from a");
+    let b = b.clone().protection_domain(b_pd).user_data("from b");
+    torture::on_watcher(async move {
+        let listener = Listener::bind_with(&there, address(&there), &b).await.unwrap();
+        let connecting = Connection::connect_with(&here, listener.local_addr().unwrap(), &a);
+        let (ours, theirs) = tokio::join!(connecting, listener.accept());
+        (ours.unwrap(), theirs.unwrap())
+    })
 }
 
 pub fn two(network: &Network) -> [(Device, ProtectionDomain); 2] {
@@ -124,7 +145,7 @@ pub fn two(network: &Network) -> [(Device, ProtectionDomain); 2] {
 
 pub fn address(device: &Device) -> SocketAddr {
     match torture::hardware() {
-        Some(_) => SocketAddr::new(device.default_path().unwrap().1.gid.to_ip(), 0),
+        Some(_) => SocketAddr::new(device.default_address().unwrap(), 0),
         None => SocketAddr::from(([127, 0, 0, 1], 0)),
     }
 }

@@ -6,14 +6,15 @@ use std::future::Future;
 use std::io::Write as _;
 use std::panic::resume_unwind;
 use std::pin::pin;
-use std::sync::Arc;
 use std::sync::mpsc::{RecvTimeoutError, channel};
+use std::sync::{Arc, LazyLock, Mutex};
 use std::task::{Context, Poll, Wake, Waker};
 use std::thread;
 use std::time::Duration;
 
 use tokio::runtime::{Builder, Runtime};
 use tokio::task::JoinHandle;
+use tokio_rdma::cm::{self, CmConnection, ConnectConfig};
 use tokio_rdma::op::RetryConfig;
 use tokio_rdma::software::{Faults, Network};
 use tokio_rdma::types::{AckTimeout, RnrTimer};
@@ -195,7 +196,49 @@ pub fn impatient() -> RetryConfig {
     }
 }
 
+/// The runtime that watches connections by address, as long as the program runs.
+static WATCHER: LazyLock<Runtime> = LazyLock::new(|| {
+    let mut builder = Builder::new_multi_thread();
+    builder.worker_threads(1).enable_all().build().expect("a runtime can be built")
+});
+
+/// The connections by address, so that none is closed before its queue pairs.
+static LINKS: Mutex<Vec<[CmConnection; 2]>> = Mutex::new(Vec::new());
+
+/// Connects queue pairs in INIT by the connection manager, and returns true, if their device does
+/// not connect them otherwise.
+pub fn connect_by_address(a: &QueuePair, b: &QueuePair) -> bool {
+    let device = |qp: &QueuePair| qp.protection_domain().device().clone();
+    if !device(a).attr().is_iwarp() {
+        return false;
+    }
+    let (active, passive) = (a.clone(), b.clone());
+    on_watcher(async move {
+        let config = ConnectConfig::default();
+        let (here, there) = (device(&active), device(&passive));
+        let address = (there.default_address().expect("an address"), 0);
+        let listener = cm::Listener::bind(&there, address).await.expect("listens");
+        let accepting = async { listener.accept().await?.accept(&passive, &config).await };
+        let connecting = async {
+            cm::resolve(&here, listener.local_addr()).await?.connect(&active, &config).await
+        };
+        let links = tokio::try_join!(connecting, accepting).expect("connects by address");
+        LINKS.lock().expect("not poisoned").push(links.into());
+    });
+    true
+}
+
+/// Runs `work` to its end on the runtime that watches connections by address.
+pub fn on_watcher<T: Send + 'static>(work: impl Future<Output = T> + Send + 'static) -> T {
+    let (done, result) = channel();
+    WATCHER.spawn(async move { done.send(work.await).ok() });
+    result.recv().expect("the work does not panic")
+}
+
 pub fn connect(a: &QueuePair, b: &QueuePair) {
+    if connect_by_address(a, b) {
+        return;
+    }
     a.connect_with(&b.endpoint(), &impatient()).expect("connects");
     b.connect_with(&a.endpoint(), &impatient()).expect("connects");
 }

@@ -127,3 +127,19 @@ fn accepting_side_may_have_the_first_message() {
         assert_eq!(ours.recv().await.unwrap().unwrap(), "first");
     });
 }
+
+#[test]
+fn requests_that_fit_a_work_request_register_nothing() {
+    run(async {
+        let [ours, theirs] = connected(&like_iwarp(ConnectionConfig::default())).await;
+        let before = [&ours, &theirs].map(|side| side.counters().buffer_memory);
+        // Of 64 bytes, four are the header.
+        for _ in 0..200 {
+            ours.send(pattern(60)).await.unwrap();
+            assert_eq!(theirs.recv().await.unwrap().unwrap(), pattern(60));
+            theirs.send("answer").await.unwrap();
+            assert_eq!(ours.recv().await.unwrap().unwrap(), "answer");
+        }
+        assert_eq!([&ours, &theirs].map(|side| side.counters().buffer_memory), before);
+    });
+}
