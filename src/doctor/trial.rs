@@ -5,6 +5,8 @@ use std::sync::mpsc::{self, RecvTimeoutError, Sender};
 use std::thread;
 use std::time::{Duration, Instant};
 
+use futures::future::try_join;
+
 use super::{Capability, CapabilityStatus, DeviceReport, PortReport};
 use crate::cm::{self, CmConnection, ConnectConfig, ConnectError};
 use crate::dc::{DcInitiator, DcTarget};
@@ -242,7 +244,7 @@ async fn connect_by_address(
         let connect = async {
             cm::resolve(device, listener.local_addr()).await?.connect(active, &config).await
         };
-        tokio::try_join!(connect, accept)
+        try_join(connect, accept).await
     };
     let (ours, theirs) = links.await.map_err(|error: ConnectError| error.to_string())?;
     Ok([ours, theirs])
