@@ -218,8 +218,6 @@ impl Context {
             attr.protocol = WireProtocol::Iwarp;
             // RFC 5040 has none, and no verb tells whether a device has those of RFC 7306.
             attr.immediate = false;
-            // siw would read to the first element only.
-            attr.max_read_sge = count(raw.max_sge_rd);
         }
         attr.iova = raw.vendor_id != SIW;
         attr.guid = u64::from_be(raw.node_guid);
@@ -227,7 +225,8 @@ impl Context {
         attr.max_qp = count(raw.max_qp);
         attr.max_qp_wr = count(raw.max_qp_wr);
         attr.max_sge = count(raw.max_sge);
-        attr.max_read_sge = attr.max_sge;
+        // siw would read to the first element only.
+        attr.max_read_sge = if attr.is_iwarp() { count(raw.max_sge_rd) } else { attr.max_sge };
         attr.max_cq = count(raw.max_cq);
         attr.max_cqe = count(raw.max_cqe);
         attr.max_mr = count(raw.max_mr);

@@ -15,6 +15,7 @@ use super::ibv_srq::Srq;
 use super::mlx5::dc::Dct;
 use super::mlx5::direct::Registers;
 use super::posting::Posting;
+use super::vendor::empty_receive;
 use super::{Ibverbs, convert, sys};
 use rdma_provider::VerbError;
 use rdma_provider::contract::{self, DctInit, DmaBufRange, NoDct, QpInit};
@@ -129,7 +130,7 @@ impl contract::Pd<Ibverbs> for Pd {
     }
 
     fn create_srq(&self, caps: SrqCaps) -> Result<Srq, VerbError> {
-        Srq::new(self.raw, caps, self.posting.direct())
+        Srq::new(self.raw, caps, self.posting.direct(), empty_receive(&self.device))
     }
 
     fn create_ah(&self, address: &AddressVector) -> Result<Ah, VerbError> {

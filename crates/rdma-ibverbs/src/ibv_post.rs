@@ -15,7 +15,7 @@ use super::{convert, sys};
 use rdma_provider::VerbError;
 use rdma_provider::contract::PostError;
 use rdma_provider::types::{
-    Data, DctTarget, RecvWr, RemoteAddr, SendOp, SendTarget, SendWr, Transport, UdTarget,
+    Data, DctTarget, RecvWr, RemoteAddr, SendOp, SendTarget, SendWr, Sge, Transport, UdTarget,
     WindowBind,
 };
 
@@ -125,10 +125,11 @@ pub(super) fn sends<'a>(
     }
 }
 
-/// Posts `list` with `post`, see [`sends`].
+/// Posts `list` with `post`, see [`sends`]. Receives without elements get those of `empty`.
 #[inline]
 pub(super) fn receives(
     list: &[RecvWr<'_>],
+    empty: &[Sge],
     mut post: impl FnMut(*mut ibv_recv_wr, *mut *mut ibv_recv_wr) -> Result<(), VerbError>,
 ) -> Result<(), PostError> {
     let mut chain = [const { MaybeUninit::<ibv_recv_wr>::uninit() }; CHAIN];
@@ -140,7 +141,8 @@ pub(super) fn receives(
             } else {
                 ptr::null_mut()
             };
-            let (sg_list, num_sge) = (convert::sge_list(wr.sges), wr.sges.len() as i32);
+            let sges = if wr.sges.is_empty() { empty } else { wr.sges };
+            let (sg_list, num_sge) = (convert::sge_list(sges), sges.len() as i32);
             // SAFETY: S3: `index` is within the local chain.
             unsafe {
                 first.wrapping_add(index).write(ibv_recv_wr {

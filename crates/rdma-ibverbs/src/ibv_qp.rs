@@ -17,12 +17,12 @@ use super::mlx5::direct::{QueuePair, Registers, SendQueue, Uses};
 use super::owned::Owned;
 use super::posting::Posting;
 use super::supported::is_plain;
-use super::vendor::SIW;
+use super::vendor::{SIW, empty_receive};
 use super::{Ibverbs, convert, ibv_mcast, ibv_post, sys};
 use rdma_provider::VerbError;
 use rdma_provider::contract::{self, PlainWr, PostError, QpInit};
 use rdma_provider::types::{
-    AtomicCapability, DeviceAttr, Gid, QpAttr, QpCaps, QpState, Qpn, RecvWr, SendWr, Transport,
+    AtomicCapability, DeviceAttr, Gid, QpAttr, QpCaps, QpState, Qpn, RecvWr, SendWr, Sge, Transport,
 };
 
 /// A queue pair, `ibv_qp`.
@@ -47,6 +47,8 @@ pub struct Qp {
     /// True for siw, which does not report the state of a queue pair, does not reset it, and does
     /// not flush what is posted in the error state.
     is_siw: bool,
+    /// The elements of a receive without any.
+    empty: &'static [Sge],
     /// Lowest state in which a single plain request of RC is passed to libibverbs without a list;
     /// `u8::MAX`: never, as for queue pairs that post directly.
     single_from: u8,
@@ -198,6 +200,7 @@ impl Qp {
             receives: init.srq.is_none() && init.transport != Transport::Dci,
             state: AtomicU8::new(QpState::Reset as u8),
             is_siw: device.vendor_id == SIW,
+            empty: empty_receive(device),
             single_from,
             groups: Mutex::default(),
         }
@@ -415,7 +418,7 @@ impl contract::Qp for Qp {
             // SAFETY: S1: the caller's promise.
             return unsafe { receive.post(list) };
         }
-        ibv_post::receives(list, |first, refused| {
+        ibv_post::receives(list, self.empty, |first, refused| {
             // SAFETY: S1: the caller's promise; S3: the queue pair is alive, the chain local.
             sys::status("ibv_post_recv", unsafe { ibv_post_recv(self.raw(), first, refused) })
         })

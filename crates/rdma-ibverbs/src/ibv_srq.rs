@@ -12,7 +12,7 @@ use super::owned::Owned;
 use super::{ibv_post, sys};
 use rdma_provider::VerbError;
 use rdma_provider::contract::{self, PostError};
-use rdma_provider::types::{RecvWr, SrqCaps};
+use rdma_provider::types::{RecvWr, Sge, SrqCaps};
 
 /// A shared receive queue, `ibv_srq`.
 #[derive(Debug)]
@@ -20,6 +20,8 @@ pub struct Srq {
     raw: Owned<ibv_srq>,
     caps: SrqCaps,
     direct: Option<Arc<SharedReceiveQueue>>,
+    /// The elements of a receive without any.
+    empty: &'static [Sge],
 }
 
 impl Srq {
@@ -35,6 +37,7 @@ impl Srq {
         pd: NonNull<ibv_pd>,
         caps: SrqCaps,
         direct: Option<Device>,
+        empty: &'static [Sge],
     ) -> Result<Self, VerbError> {
         let mut init = ibv_srq_init_attr {
             srq_context: ptr::null_mut(),
@@ -52,7 +55,7 @@ impl Srq {
         // SAFETY: S3: new, and outlives the queue pairs that read it.
         let direct =
             direct.map(|direct| unsafe { direct.shared_receive_queue(raw) }).transpose()?;
-        Ok(Self { raw: owned, caps, direct: direct.map(Arc::new) })
+        Ok(Self { raw: owned, caps, direct: direct.map(Arc::new), empty })
     }
 
     /// Returns the queue if its device posts directly.
@@ -94,7 +97,7 @@ impl contract::Srq for Srq {
             // SAFETY: S1: the caller's promise.
             return unsafe { direct.post(list) };
         }
-        ibv_post::receives(list, |first, refused| {
+        ibv_post::receives(list, self.empty, |first, refused| {
             // SAFETY: S1: the caller's promise; S3: the queue is alive, the chain local.
             sys::status("ibv_post_srq_recv", unsafe {
                 ibv_post_srq_recv(self.raw(), first, refused)
