@@ -4,7 +4,9 @@ use std::time::Duration;
 use crate::dispatch::CmId;
 use crate::error::{LimitError, SetupError};
 use crate::op::{self, QueuePair, QueuePairBuilder};
-use crate::types::{GidEntry, PortAttr, PortNum, QpAttr, QpState, TransitionError, Transport};
+use crate::types::{
+    Gid, GidEntry, GidKind, PortAttr, PortNum, QpAttr, QpState, TransitionError, Transport,
+};
 use crate::verbs::{Device, entry_with};
 use rdma_provider::cm_contract::{CmAnswer, CmId as _, CmParams, CmPeer, CmRoute};
 
@@ -26,12 +28,15 @@ impl LocalSource {
         id: &CmId,
         route: &CmRoute<'_>,
     ) -> Result<Self, ConnectError> {
-        // iWARP has no GIDs in packets and routes, so the port's own one stands for all.
         let is_iwarp = device.attr().is_iwarp();
         let find = |attr: Arc<PortAttr>| {
-            let entry = match attr.gids.first() {
-                Some(own) if is_iwarp => *own,
-                _ => entry_with(&attr, route.source, route.destination)?,
+            let entry = if is_iwarp {
+                // iWARP has no GIDs in packets and routes, and the kernel's table is empty while
+                // it is renewed.
+                let none = GidEntry::new(0, Gid::default(), GidKind::Iwarp);
+                attr.gids.first().copied().unwrap_or(none)
+            } else {
+                entry_with(&attr, route.source, route.destination)?
             };
             Some(Self { port: route.port, attr, entry, pkey_index: None })
         };
@@ -108,7 +113,8 @@ impl LocalSource {
             let what = "ports of the queue pair and the path to the peer (use prepare)";
             return Err(SetupError::mismatch(what, port, self.port));
         }
-        if entry.gid != self.entry.gid {
+        if entry.gid != self.entry.gid && !queue_pair.protection_domain().device().attr().is_iwarp()
+        {
             let what = "GIDs of the queue pair and the path to the peer (use prepare)";
             return Err(SetupError::mismatch(what, entry.gid, self.entry.gid));
         }

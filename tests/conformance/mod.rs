@@ -9,6 +9,7 @@ mod dma_buf;
 mod dynamic;
 mod errors;
 mod events;
+mod iwarp;
 mod leases;
 mod lifetimes;
 mod misuse;
