@@ -189,11 +189,19 @@ fn connect_exchanges_private_data_and_yields_working_queue_pairs() {
         let active = async { a.connect(address, &options).await.unwrap() };
         let ((ours, link), (theirs, other)) =
             soon("connection", async { tokio::join!(active, passive) }).await;
-        assert_eq!((&link.private_data()[..6], link.private_data().len()), (&b"answer"[..], 196));
+        let padded = if a.is_iwarp() { 6 } else { 196 };
+        assert_eq!(
+            (&link.private_data()[..6], link.private_data().len()),
+            (&b"answer"[..], padded)
+        );
         assert_eq!((link.peer_addr(), other.local_addr()), (address, address));
         assert_eq!(other.peer_addr(), link.local_addr());
         assert!(link.is_connected() && other.is_connected());
         a.exchange(&ours, &b, &theirs).await;
+        if a.is_iwarp() {
+            // It has neither packet numbers nor a path MTU.
+            return;
+        }
         let (ours, theirs) = (ours.query().unwrap().1, theirs.query().unwrap().1);
         // Each end serves at least as many READs as the other issues. SoftRoCE rounds up.
         assert!(
