@@ -219,8 +219,10 @@ fn params<'a>(qpn: Qpn, private_data: &'a [u8], config: &ConnectConfig) -> CmPar
 /// `rdma_resolve_addr(3)`, `rdma_resolve_route(3)` and `rdma_connect(3)` in port space UDP (SIDR).
 /// [`DatagramListener`] has an example.
 ///
-/// Of `config`, the source address, both time limits, the private data (at most 180 bytes) and the
-/// path count.
+/// Uses only these settings of `config`: the source address, both time limits, the private data (at
+/// most 180 bytes) and, for [`DatagramPeer::address`], the path. The request itself is sent in the
+/// partition that the connection manager selects, on the software device the first of the port's
+/// table: a peer of another partition does not answer.
 ///
 /// # Errors
 ///
@@ -298,8 +300,8 @@ impl DatagramPeer {
         self.service.qpn
     }
 
-    /// Returns the Q_Key of the peer's queue pair, usually [`Qkey::RDMA_UDP`]. The own queue pair
-    /// needs the Q_Key with which the peer answers, usually the same.
+    /// Returns the Q_Key of the peer's queue pair, usually [`Qkey::RDMA_UDP`]. Create your queue
+    /// pair with the Q_Key that the peer uses for its answers, usually the same.
     #[must_use]
     pub const fn qkey(&self) -> Qkey {
         self.service.qkey

@@ -17,7 +17,8 @@ use super::router::Router;
 const JOIN_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// The membership of a datagram queue pair in a multicast group, see
-/// [`QueuePair::join_multicast`]. Dropping it leaves the group, or destroying the queue pair.
+/// [`QueuePair::join_multicast`]. Dropping it detaches the queue pair and leaves the group.
+/// Destroying the queue pair only detaches it.
 pub struct MulticastGroup {
     endpoint: Endpoint,
     queue_pair: WeakQueuePair,
@@ -27,13 +28,14 @@ pub struct MulticastGroup {
 impl QueuePair {
     /// Joins a multicast group, `rdma_join_multicast(3)`, from the queue pair's own address, and
     /// attaches the queue pair, `ibv_attach_mcast(3)`. It receives a copy of each datagram that any
-    /// host sends to the group with the queue pair's Q_Key, until the result is dropped.
+    /// host sends to the group with the queue pair's Q_Key, until the returned [`MulticastGroup`]
+    /// is dropped.
     ///
     /// Programs in C, such as `mckey(1)`, use the Q_Key [`Qkey::RDMA_UDP`]; on InfiniBand, the
     /// group has it, so the queue pair needs it, too. On the software device and on RoCE, members
-    /// may agree on another one. Receives have 40 bytes for the header, whose destination is the
-    /// group. An own datagram arrives, too, except on adapters that do not loop it back. Like all
-    /// datagrams, those to a group may be lost.
+    /// may agree on another one. Receive buffers need 40 more bytes, for the routing header, whose
+    /// destination is the group. An own datagram arrives, too, except on adapters that do not loop
+    /// it back. Like all datagrams, those to a group may be lost.
     ///
     /// A sender need not be a member on RoCE: an [`AddressHandle`] for the GID of the group
     /// suffices. Join a group once for each queue pair: the first drop leaves it.

@@ -83,7 +83,7 @@ impl SendMemory {
         size: usize,
         budget: &mut BudgetGuard,
     ) -> Result<bool, SetupError> {
-        // A frame of the first size and its header fit in a receive of that size.
+        // `size` is of the payload: a frame in a receive of the first size needs no more than that.
         let size = size + self.trailer;
         let (total, size) =
             self.pool.as_ref().map_or((0, size), |pool| (pool.total(), pool.buffer_size()));

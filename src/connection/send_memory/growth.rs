@@ -69,14 +69,16 @@ impl ConnectionState {
             Err(error) => {
                 self.note_failed_growth(&error);
                 let total = self.memory.send.pool.as_ref().map_or(0, Pool::total);
-                if total == 0 && size <= FIRST_SIZE as usize {
+                // The longest payload of a frame in the first buffers.
+                let first = FIRST_SIZE as usize - self.io.trailer;
+                if total == 0 && size <= first {
                     return Err(MessageError::Register(error));
                 }
                 // The next attempt sends shorter frames, or offers a message of too many.
                 if total > 0 {
                     self.memory.send.most = total;
                 }
-                self.limits.held = frame.min(FIRST_SIZE as usize);
+                self.limits.held = frame.min(first);
                 let receive = (frame + self.io.trailer) as u32;
                 self.limit_frames(Some(if total > 0 { receive } else { FIRST_SIZE }));
                 Ok(Err(Blocked::Buffers(frames.min(total.max(1)))))

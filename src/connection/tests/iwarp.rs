@@ -2,9 +2,10 @@
 //! the connecting side sends the first one.
 
 use bytes::Bytes;
+use futures::FutureExt;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 
-use crate::connection::{Connection, ConnectionConfig, Listener};
+use crate::connection::{BufferBudget, Connection, ConnectionConfig, Listener};
 use crate::error::SetupError;
 use crate::memory::Pool;
 use crate::software::Network;
@@ -108,6 +109,36 @@ fn bytes_of_a_stream_arrive_in_order_both_ways() {
             assert!(received == all);
         };
         tokio::join!(exchange(client), exchange(server));
+    });
+}
+
+#[test]
+fn stream_without_budget_sends_short_frames() {
+    run(async {
+        let [client, server] = devices();
+        // For the first receives only.
+        let config =
+            || like_iwarp(ConnectionConfig::for_streams()).budget(&BufferBudget::new(3840));
+        let listener = RdmaListener::bind_with(&server, "127.0.0.1:0", &config()).await.unwrap();
+        let (address, config) = (listener.local_addr().unwrap(), config());
+        let connecting = RdmaStream::connect_with(&client, address, &config);
+        let ((mut server, _), mut client) =
+            tokio::try_join!(listener.accept(), connecting).unwrap();
+        // Written before anything is read, so that the first buffers are used up.
+        let all = pattern(20_000);
+        let mut written = 0;
+        while let Some(len) = client.write(&all[written..]).now_or_never() {
+            written += len.unwrap();
+        }
+        assert!(written > 0, "the first buffers need no budget");
+        let writing = async {
+            client.write_all(&all[written..]).await.unwrap();
+            client.shutdown().await.unwrap();
+        };
+        let mut received = Vec::new();
+        let (_, end) = tokio::join!(writing, server.read_to_end(&mut received));
+        end.unwrap();
+        assert!(received == all);
     });
 }
 
