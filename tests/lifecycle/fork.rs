@@ -9,20 +9,32 @@ use crate::torture::{Flavour, LONG, bounded, pair, soon};
 use crate::udp;
 
 /// Runs `child` in a child process. Returns true if it does not panic.
+///
+/// A lock that another thread of this process holds at the fork stays locked in the child, where a
+/// call may wait for it for ever. Such a child is ended, and another one started.
 #[allow(unsafe_code, reason = "calls of the C library")]
-fn succeeds_in_child(child: impl FnOnce()) -> bool {
-    // SAFETY: S3: the call takes no pointers. The child process has only this thread; glibc lets it
-    // allocate.
-    let pid = unsafe { libc::fork() };
-    if pid == 0 {
-        let failed = catch_unwind(AssertUnwindSafe(child)).is_err();
-        // SAFETY: S3: as above. No destructor of the parent's objects runs.
-        unsafe { libc::_exit(i32::from(failed)) };
+fn succeeds_in_child(child: impl Fn()) -> bool {
+    const SECONDS: u32 = 15;
+    for _ in 0..4 {
+        // SAFETY: S3: the calls take no pointers. The child process has only this thread; glibc
+        // lets it allocate.
+        let pid = unsafe { libc::fork() };
+        if pid == 0 {
+            // SAFETY: S3: as above. The signal ends the child.
+            unsafe { libc::alarm(SECONDS) };
+            let failed = catch_unwind(AssertUnwindSafe(&child)).is_err();
+            // SAFETY: S3: as above. No destructor of the parent's objects runs.
+            unsafe { libc::_exit(i32::from(failed)) };
+        }
+        let mut status = 0;
+        // SAFETY: S3: the call writes `status` only.
+        assert_eq!(unsafe { libc::waitpid(pid, &raw mut status, 0) }, pid);
+        if libc::WIFEXITED(status) {
+            return libc::WEXITSTATUS(status) == 0;
+        }
+        assert!(libc::WIFSIGNALED(status) && libc::WTERMSIG(status) == libc::SIGALRM, "{status}");
     }
-    let mut status = 0;
-    // SAFETY: S3: the call writes `status` only.
-    assert_eq!(unsafe { libc::waitpid(pid, &raw mut status, 0) }, pid);
-    libc::WIFEXITED(status) && libc::WEXITSTATUS(status) == 0
+    false
 }
 
 fn assert_names_fork<T>(what: &str, result: Result<T, impl std::fmt::Display>) {
