@@ -98,7 +98,8 @@ impl DatagramSender {
     }
 }
 
-/// Returns the traffic class that a datagram had before a switch marked it: CE becomes ECT(0).
+/// Returns the traffic class that a datagram probably had before a switch marked it: CE becomes
+/// ECT(0), which is more usual than ECT(1).
 const fn unmarked(traffic_class: u8) -> u8 {
     const CE: u8 = 3;
     if traffic_class & CE == CE { traffic_class & !1 } else { traffic_class }

@@ -367,8 +367,9 @@ impl QueuePair {
         Ok(self.inner.core.qp()?.query()?)
     }
 
-    /// Attaches a datagram queue pair to a multicast group without joining it in the network,
-    /// `ibv_attach_mcast(3)`. [`join_multicast`](Self::join_multicast) does both.
+    /// Attaches a datagram queue pair to a multicast group, `ibv_attach_mcast(3)`. On adapters, the
+    /// network may send nothing to the group before [`join_multicast`](Self::join_multicast), which
+    /// does both; the software device joins by this call, too.
     ///
     /// # Errors
     ///

@@ -92,7 +92,7 @@ pub struct Flow {
     to_skip: u32,
     skipped: u32,
     /// No frame may be sent before one has arrived.
-    waits: bool,
+    awaits_first_frame: bool,
 
     // Receiving.
     /// Own receives that the peer knows of, including the reserve, without skipped ones.
@@ -130,7 +130,7 @@ impl Flow {
             fin_acked: false,
             to_skip: 0,
             skipped: 0,
-            waits: false,
+            awaits_first_frame: false,
             receives,
             resize: None,
             skips: 0,
@@ -156,7 +156,7 @@ impl Flow {
 
     /// Makes this end send nothing before a frame of the peer has arrived.
     pub fn wait_for_peer(&mut self) {
-        self.waits = true;
+        self.awaits_first_frame = true;
     }
 
     /// Makes an `Ack` due, for which the peer [waits](Self::wait_for_peer).
@@ -166,7 +166,7 @@ impl Flow {
 
     #[inline]
     pub fn credits(&self) -> u32 {
-        if self.waits { 0 } else { self.window - self.in_use() }
+        if self.awaits_first_frame { 0 } else { self.window - self.in_use() }
     }
 
     /// Returns the number of sent frames whose receives are not known to be reposted.
@@ -317,8 +317,8 @@ impl Flow {
     /// Processes a header. Returns the number of further offers that are done.
     pub fn receive(&mut self, header: Header) -> Result<u32, Violation> {
         // Others count as traffic that has no answer yet.
-        self.greetings += u32::from(self.waits && header.kind == Kind::Ack);
-        self.waits = false;
+        self.greetings += u32::from(self.awaits_first_frame && header.kind == Kind::Ack);
+        self.awaits_first_frame = false;
         let released = header.released.wrapping_sub(self.confirmed) & COUNT_MASK;
         let in_use = self.in_use();
         if released > in_use {

@@ -60,9 +60,9 @@ pub trait Context<P: Provider>: Debug + Send + Sync {
     /// then.
     fn reports_last_receive(&self) -> bool;
 
-    /// Returns false if work never completes that is posted when the queue pair is in the error
-    /// state. Then the change to this state has queued the completions of all other work when it
-    /// returns, the device accesses no buffer any more, and later posts fail with EINVAL.
+    /// Returns true if work that is posted to a queue pair in the error state completes, as
+    /// flushed. If false, [`Qp::modify`] to this state returns only after all earlier work has its
+    /// completion and the device uses no buffer; posts after it fail with EINVAL.
     fn flushes_late_work(&self) -> bool {
         true
     }

@@ -126,7 +126,7 @@ pub(super) enum Phase {
     /// Was connected.
     Disconnected,
     /// Was never connected, and cannot be, as after the answer to a query for datagrams.
-    Failed,
+    Ended,
 }
 
 impl IdState {
@@ -154,7 +154,7 @@ impl IdState {
     pub(super) fn end(&mut self) {
         self.phase = match self.phase {
             Phase::Connected | Phase::Disconnected => Phase::Disconnected,
-            _ => Phase::Failed,
+            _ => Phase::Ended,
         };
     }
 }
@@ -223,7 +223,7 @@ impl CmId {
         let reset = result.is_err_and(|error| error.errno == ECONNRESET);
         // SAFETY: S3: the id is alive; the caller holds the lock for calls.
         if reset || unsafe { init_qp_attr(self.raw.as_ptr(), QpState::Rtr) }.is_err() {
-            self.context.state.lock().phase = Phase::Failed;
+            self.context.state.lock().phase = Phase::Ended;
             // The reason that connection managers send when they withdraw a request.
             let kind =
                 CmEventKind::Rejected { reason: RejectReason::TIMEOUT, private_data: Vec::new() };
@@ -336,7 +336,7 @@ impl cm_contract::CmId for CmId {
     fn accept(&self, params: &CmParams<'_>) -> Result<(), VerbError> {
         let datagrams = self.context.state.lock().datagrams;
         let (most, then) = if datagrams {
-            (MAX_FOUND_DATA, Phase::Failed)
+            (MAX_FOUND_DATA, Phase::Ended)
         } else {
             (MAX_RESPONSE_DATA, Phase::Accepted)
         };
@@ -350,7 +350,7 @@ impl cm_contract::CmId for CmId {
     fn reject(&self, private_data: &[u8]) -> Result<(), VerbError> {
         const VERB: &str = "rdma_reject";
         let len = data_len(VERB, private_data, MAX_REJECT_DATA)?;
-        self.transition(VERB, (Phase::Asked, Phase::Failed), |id| {
+        self.transition(VERB, (Phase::Asked, Phase::Ended), |id| {
             // SAFETY: S3: the id is alive; the data is copied.
             unsafe { rdma_reject(id, private_data.as_ptr().cast(), len) }
         })

@@ -145,7 +145,7 @@ pub(crate) fn on_traffic(device: &Arc<DeviceInner>, connection: CommId, qpn: Qpn
 /// Handles a packet at a queue pair that is not ready. Returns an RNR NAK if its number is
 /// reserved and this is the peer's first packet.
 pub(crate) fn on_early(device: &Arc<DeviceInner>, from: Gid, packet: &Packet) -> Option<Packet> {
-    let asks = packet.transport == Transport::Rc && !packet.body.is_response();
+    let asks = packet.transport == Transport::Rc && !packet.body.is_for_requester();
     if !asks || !device.is_reserved(packet.dest) {
         return None;
     }

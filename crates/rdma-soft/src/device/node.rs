@@ -8,7 +8,7 @@ use rdma_provider::types::{AsyncEvent, Gid, Transport};
 use super::DeviceInner;
 use super::dct::DctInner;
 use super::deferred::Deferred;
-use super::pump::{Half, deliver};
+use super::pump::{Half, deliver_to_members};
 use super::queue_pair::QpInner;
 use crate::cm::agent::{self, MANAGEMENT, MANAGEMENT_QKEY};
 use crate::dc::Header;
@@ -40,7 +40,7 @@ impl Node for DeviceInner {
             .filter(|(origin, packet, payload)| {
                 let payload = Payload::Bytes(payload);
                 let members = members.iter().filter(|_| self.is_linked());
-                !deliver(members, packet, (*origin, group), &payload, &deferred)
+                !deliver_to_members(members, packet, (*origin, group), &payload, &deferred)
             })
             .count();
         deferred.run();

@@ -401,7 +401,7 @@ impl QpInner {
             let linked = here.is_linked() && there.is_linked();
             let members = there.groups.members(group);
             let members = members.iter().filter(|_| linked);
-            deliver(members, packet, (origin, group), payload, deferred);
+            deliver_to_members(members, packet, (origin, group), payload, deferred);
         }
     }
 
@@ -511,7 +511,7 @@ impl QpInner {
         }
         let payload = Payload::Bytes(payload);
         let keys = &self.device.keys;
-        let half = if packet.body.is_response() {
+        let half = if packet.body.is_for_requester() {
             let mut sender = self.sender.lock();
             if origin.gid == sender.peer_at.gid {
                 // The requester has asked for this traffic, so it also slows down.
@@ -662,15 +662,18 @@ impl Scheduled for QpInner {
 
 /// Delivers a datagram to each of `members`. Returns false if there are none, or if it is not
 /// addressed to a group.
-pub(super) fn deliver<'a>(
+pub(super) fn deliver_to_members<'a>(
     members: impl Iterator<Item = &'a Arc<QpInner>>,
     packet: &Packet,
     route: (Origin, Gid),
     payload: &Payload<'_, '_>,
     deferred: &Deferred,
 ) -> bool {
+    if packet.dest != Qpn::MULTICAST {
+        return false;
+    }
     let mut any = false;
-    for qp in members.filter(|_| packet.dest == Qpn::MULTICAST) {
+    for qp in members {
         let mut receiver = qp.receiver.lock();
         if qp.is_destroyed() {
             continue;

@@ -171,7 +171,7 @@ pub(crate) enum Body {
 
 impl Body {
     /// Returns whether the packet is for the requester of a queue pair.
-    pub(crate) const fn is_response(&self) -> bool {
+    pub(crate) const fn is_for_requester(&self) -> bool {
         matches!(
             self,
             Self::ReadResponse { .. }
@@ -183,7 +183,7 @@ impl Body {
 
     /// Returns whether a DC target sends the packet.
     pub(crate) const fn is_dc_response(&self) -> bool {
-        self.is_response() || matches!(self, Self::Accept | Self::Gone)
+        self.is_for_requester() || matches!(self, Self::Accept | Self::Gone)
     }
 }
 
