@@ -114,6 +114,7 @@ mod pages {
 #[cfg(not(loom))]
 pub mod cm;
 pub mod dc;
+#[cfg(not(loom))]
 pub mod doctor;
 pub mod error;
 pub mod memory;
