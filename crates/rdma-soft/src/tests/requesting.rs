@@ -173,7 +173,7 @@ fn unanswered_packets_are_retried_up_to_the_limit() {
     assert_eq!(it.steps(), [0, 1]);
     for _ in 0..3 {
         it.expire();
-        assert_eq!(it.steps(), [0], "one packet probes a silent peer");
+        assert_eq!(it.steps(), [0, 1]);
     }
     it.ack(0, Syndrome::ACK);
     for _ in 0..4 {
@@ -281,7 +281,7 @@ fn retries_are_not_consumed_while_waiting_for_the_window() {
     it.machine.set_awaiting_window(true);
     assert_eq!(it.machine.settle(|| 0), None, "the timer is stopped");
     it.machine.set_awaiting_window(false);
-    assert_eq!(it.steps(), [0]);
+    assert_eq!(it.steps(), [0, 1, 2]);
     it.ack(2, Syndrome::ACK);
     assert!(!it.machine.has_timed_out() && it.machine.all_acknowledged());
     // The window for one request of the READ.
@@ -361,7 +361,7 @@ fn acknowledgement_during_retransmission_skips_covered_packets() {
     it.post(0, SendOp::Write(FAR), 8 * 256, NONE);
     assert_eq!(it.steps().len(), 8);
     it.expire();
-    assert_eq!(it.steps(), [0]);
+    assert_eq!(it.steps(), [0, 1, 2, 3], "of a window of 64, four probe the path");
     it.ack(5, Syndrome::ACK);
     assert_eq!(it.steps(), [6, 7]);
     it.ack(7, Syndrome::ACK);

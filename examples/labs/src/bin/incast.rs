@@ -84,12 +84,7 @@ fn run(time: Duration, plot: Option<&Path>) -> Result<()> {
     ];
     print_row("packets", COLUMNS.map(str::to_owned));
     for outcome in &outcomes {
-        let mut times: Vec<_> = outcome.warm().flatten().map(|&(_, duration)| duration).collect();
-        times.sort_unstable();
-        let at = |per_mille: usize| {
-            let last = times.len().saturating_sub(1);
-            times.get(last * per_mille / 1000).map_or(0, Duration::as_micros).to_string()
-        };
+        let at = |per_mille| outcome.quantile(per_mille).as_micros().to_string();
         let rates = outcome.rates(time);
         let cells = [
             format!("{:.0}", rates.iter().sum::<f64>()),
@@ -115,7 +110,11 @@ fn run(time: Duration, plot: Option<&Path>) -> Result<()> {
         let slowest = rates.iter().copied().fold(f64::MAX, f64::min);
         slowest / (rates.iter().sum::<f64>() / SENDERS as f64)
     };
-    check("without notification, a sender starves", share(&unfair) < 0.1, true)?;
+    check("without it, some have less", share(&unfair) < share(&fair), true)?;
+    let slower = without.quantile(990) > 10 * with.quantile(990);
+    check("without it, WRITEs wait for timeouts", slower, true)?;
+    let losses = |outcome: &Outcome| outcome.link.lost;
+    check("without it, more is lost", losses(without) > 10 * losses(with), true)?;
     check("with it, each sender has most of its share", share(&fair) > 0.8, true)?;
     check("with it, the link is busy", fair.iter().sum::<f64>() > 1200.0, true)
 }
@@ -132,6 +131,14 @@ impl Outcome {
         self.senders
             .iter()
             .map(|writes| writes.iter().filter(|(end, duration)| *end - *duration > WARM_UP))
+    }
+
+    /// Returns the time of a WRITE at this quantile, in thousandths.
+    fn quantile(&self, per_mille: usize) -> Duration {
+        let mut times: Vec<_> = self.warm().flatten().map(|&(_, duration)| duration).collect();
+        times.sort_unstable();
+        let last = times.len().saturating_sub(1);
+        times.get(last * per_mille / 1000).copied().unwrap_or_default()
     }
 
     /// Returns the rate of each sender in MB/s.

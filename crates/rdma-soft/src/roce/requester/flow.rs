@@ -3,8 +3,8 @@
 //! The specification leaves the reaction to the implementation (IBTA annex A17.9), and adapters
 //! change a rate. Here it is a window, as in TCP. A congestion notification packet sets it to half
 //! of the packets in flight; later ones are ignored until those are acknowledged. After a timeout,
-//! one packet probes the path: a whole window would fill the queue that lost the last one. Each
-//! acknowledged window adds a packet, until the window is that of a path without congestion.
+//! [`PROBE`] packets probe the path: a whole window would fill the queue that lost the last one.
+//! Each acknowledged window adds a packet, until the window is that of a path without congestion.
 
 use rdma_provider::types::Psn;
 
@@ -48,6 +48,10 @@ impl Flow {
 ///
 /// It is constant: the requester computes from it which response ends a request.
 const READ_PACKETS: u32 = 16;
+
+/// The window after a timeout. With a single packet, no later one could show that it is lost, so
+/// each further loss would take a timeout and a retry.
+pub(super) const PROBE: u32 = 4;
 
 /// A window that is narrower than that of the path.
 #[derive(Debug, Clone, Copy)]

@@ -25,8 +25,8 @@ mod responses;
 mod wqe;
 
 pub(crate) use direct::DirectMessage;
-use flow::Congestion;
 pub(crate) use flow::Flow;
+use flow::{Congestion, PROBE};
 use initiator::{Initiator, SessionStep};
 pub(crate) use outstanding::WindowRequest;
 pub(crate) use wqe::Destination;
@@ -496,7 +496,7 @@ impl Requester {
                 let is_whole = self.ack_wait() == self.config.timeout.nanoseconds();
                 self.counters.timeouts += 1;
                 self.consecutive_timeouts += 1;
-                self.congestion = Some(Congestion::new(1, self.sent_end));
+                self.congestion = Some(Congestion::new(PROBE, self.sent_end));
                 self.gap_seen = false;
                 if is_whole { self.retry(out) } else { self.retransmit() }
             }
