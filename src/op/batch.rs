@@ -292,16 +292,18 @@ fn batch_refusal(route: &SendRoute<'_>, entries: &[BatchEntry]) -> Option<OpErro
         // DC has all operations of a batch; datagrams are not batched.
         return None;
     }
-    let missing = entries.iter().find_map(|entry| route.missing(entry.op));
+    let missing = || entries.iter().find_map(|entry| route.missing(entry.op));
     // RC has all operations of a batch that the device has.
-    let Some(no_read) = route.unsupported(READ, &[Transport::Rc]) else { return missing };
+    let Some(no_read) = route.unsupported(READ, &[Transport::Rc]) else {
+        return if route.lacks_any() { missing() } else { None };
+    };
     entries
         .iter()
         .find_map(|entry| match entry.op {
             SendOp::Read(_) => Some(no_read),
             _ => route.unsupported("batches (transport RC, UC or DC required)", &[Transport::Uc]),
         })
-        .or(missing)
+        .or_else(missing)
 }
 
 fn not_one_sided(_route: &SendRoute<'_>, entries: &[BatchEntry]) -> Option<OpErrorKind> {

@@ -128,6 +128,12 @@ impl SendRoute<'_> {
         by_transport.or_else(|| self.missing(op))
     }
 
+    /// Returns whether the device lacks an operation, so that each must be checked.
+    #[inline]
+    pub(super) const fn lacks_any(self) -> bool {
+        !(self.queue_pair.immediate && self.queue_pair.atomics)
+    }
+
     /// Returns why the device lacks the operation, if it does.
     #[inline]
     pub(super) fn missing(self, op: SendOp) -> Option<OpErrorKind> {
