@@ -22,6 +22,7 @@ pub(crate) mod deferred;
 pub(crate) mod dma_buf;
 pub(crate) mod events;
 mod groups;
+mod multicast;
 mod node;
 mod numbers;
 pub(crate) mod outbox;

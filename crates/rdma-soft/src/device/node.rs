@@ -8,7 +8,8 @@ use rdma_provider::types::{AsyncEvent, Gid, Transport};
 use super::DeviceInner;
 use super::dct::DctInner;
 use super::deferred::Deferred;
-use super::pump::{Half, deliver_to_members};
+use super::multicast::deliver_to_members;
+use super::pump::Half;
 use super::queue_pair::QpInner;
 use crate::cm::agent::{self, MANAGEMENT, MANAGEMENT_QKEY};
 use crate::dc::Header;
@@ -39,8 +40,9 @@ impl Node for DeviceInner {
         let unwanted = packets
             .filter(|(origin, packet, payload)| {
                 let payload = Payload::Bytes(payload);
-                let members = members.iter().filter(|_| self.is_linked());
-                !deliver_to_members(members, packet, (*origin, group), &payload, &deferred)
+                let route = (*origin, group);
+                !self.is_linked()
+                    || !deliver_to_members(&members, packet, route, &payload, &deferred)
             })
             .count();
         deferred.run();

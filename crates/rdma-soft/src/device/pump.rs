@@ -10,7 +10,7 @@ use std::sync::Arc;
 
 use rdma_provider::locks::MutexGuard;
 
-use rdma_provider::types::{Access, Data, Gid, Psn, Qpn, SendWr, Transport};
+use rdma_provider::types::{Access, Data, Gid, Psn, SendWr, Transport};
 
 use super::DeviceInner;
 use super::deferred::Deferred;
@@ -388,23 +388,6 @@ impl QpInner {
         false
     }
 
-    /// Delivers a datagram to the members of a group in this process, of all devices.
-    fn send_to_group(
-        &self,
-        packet: &Packet,
-        (origin, group): (Origin, Gid),
-        payload: &Payload<'_, '_>,
-        deferred: &Deferred,
-    ) {
-        let here = &self.device;
-        for there in DeviceInner::all(&here.network) {
-            let linked = here.is_linked() && there.is_linked();
-            let members = there.groups.members(group);
-            let members = members.iter().filter(|_| linked);
-            deliver_to_members(members, packet, (origin, group), payload, deferred);
-        }
-    }
-
     /// Replaces a missing or destroyed `sender.peer`.
     #[inline]
     fn find_peer(&self, sender: &mut Sender) {
@@ -658,31 +641,6 @@ impl Scheduled for QpInner {
         }
         deferred.run();
     }
-}
-
-/// Delivers a datagram to each of `members`. Returns false if there are none, or if it is not
-/// addressed to a group.
-pub(super) fn deliver_to_members<'a>(
-    members: impl Iterator<Item = &'a Arc<QpInner>>,
-    packet: &Packet,
-    route: (Origin, Gid),
-    payload: &Payload<'_, '_>,
-    deferred: &Deferred,
-) -> bool {
-    if packet.dest != Qpn::MULTICAST {
-        return false;
-    }
-    let mut any = false;
-    for qp in members {
-        let mut receiver = qp.receiver.lock();
-        if qp.is_destroyed() {
-            continue;
-        }
-        any = true;
-        let (keys, mut out) = (&qp.device.keys, ReceiveSide { qp, deferred });
-        receiver.machine.on_multicast(packet, route, payload, keys, &mut out);
-    }
-    any
 }
 
 #[inline]
