@@ -68,7 +68,7 @@ impl Requester {
             SendOp::Read(_) if !self.has_timed_out_twice() => {
                 WindowRequest { min: quantum, quantum }
             }
-            // One packet probes a silent peer.
+            // A silent peer gets no more of the window than a probe needs.
             _ if self.has_timed_out() => WindowRequest { min: 1, quantum: 1 },
             _ => WindowRequest { min: 1, quantum },
         })

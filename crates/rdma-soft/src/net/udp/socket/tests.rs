@@ -10,18 +10,23 @@ fn pair(ip: IpAddr) -> (Socket, Socket) {
     (bind(), bind())
 }
 
+fn header_between(from: &Socket, to: &Socket) -> Header {
+    let (from, to) = (from.local(), to.local());
+    Header {
+        source: from.ip(),
+        source_port: from.port(),
+        destination: to.ip(),
+        destination_port: to.port(),
+    }
+}
+
 fn plain(to: SocketAddr) -> (SocketAddr, IpFields) {
     (to, IpFields::default())
 }
 
 fn exchange(ip: IpAddr, lengths: &[usize]) {
     let (from, to) = pair(ip);
-    let header = Header {
-        source: ip,
-        source_port: from.local().port(),
-        destination: ip,
-        destination_port: to.local().port(),
-    };
+    let header = header_between(&from, &to);
     let mut batch = Batch::new();
     for (at, &length) in lengths.iter().enumerate() {
         assert!(batch.has_capacity());
@@ -61,12 +66,7 @@ fn datagrams_arrive_whole_and_in_order() {
 fn packets_carry_the_ip_fields_of_their_path() {
     for ip in [IpAddr::V4(Ipv4Addr::LOCALHOST), IpAddr::V6(Ipv6Addr::LOCALHOST)] {
         let (from, to) = pair(ip);
-        let header = Header {
-            source: ip,
-            source_port: from.local().port(),
-            destination: ip,
-            destination_port: to.local().port(),
-        };
+        let header = header_between(&from, &to);
         let default = IpFields::default();
         let flow_label = if ip.is_ipv4() { 0 } else { 0xf_a3b7 };
         let cases = [
