@@ -1,7 +1,6 @@
 use std::fmt;
 use std::io;
 use std::net::SocketAddr;
-use std::sync::Arc;
 
 use smallvec::SmallVec;
 use tokio::net::{ToSocketAddrs, lookup_host};
@@ -19,8 +18,8 @@ use super::connection::CmConnection;
 use super::endpoint::{Endpoint, FailUnlessConnected, with_deadline};
 use super::error::{ConnectError, ConnectStep};
 use super::keepalive::Keepalive;
-use super::path::{LocalSource, Reads, make_ready, note_ready};
-use super::router::Router;
+use super::path::{LocalSource, Reads, make_ready};
+use super::router::{CreateId, Router};
 
 /// Connects to the first of the addresses that answers.
 ///
@@ -42,7 +41,7 @@ pub async fn connect(
     let mut last = None;
     for address in lookup(address, config).await? {
         let attempt = async {
-            let route = resolve_one(device, address, config, Endpoint::create).await?;
+            let route = resolve_one(device, address, config, Router::create_id).await?;
             let queue_pair = make(&route)
                 .map_err(|error| ConnectError::from(error).during(ConnectStep::Prepare, address))?;
             let link = route.connect(&queue_pair, config).await?;
@@ -97,7 +96,7 @@ pub async fn resolve_with(
 ) -> Result<Route, ConnectError> {
     let mut last = None;
     for address in lookup(address, config).await? {
-        match resolve_one(device, address, config, Endpoint::create).await {
+        match resolve_one(device, address, config, Router::create_id).await {
             Ok(route) => return Ok(route),
             Err(error) => last = Some(error.during(ConnectStep::Resolve, address)),
         }
@@ -125,17 +124,17 @@ pub(super) async fn lookup(
     Ok(found.unwrap_or_else(|| Err(late())).map_err(failed)?.collect())
 }
 
-/// Resolves a route with the endpoint that `create` makes.
+/// Resolves a route with an id that `create_id` makes.
 pub(super) async fn resolve_one(
     device: &Device,
     address: SocketAddr,
     config: &ConnectConfig,
-    create: impl FnOnce(&Arc<Router>) -> Result<Endpoint, VerbError>,
+    create_id: CreateId,
 ) -> Result<Route, ConnectError> {
     const ENETUNREACH: i32 = 101;
     const EHOSTUNREACH: i32 = 113;
     let source = config.source_to(address)?;
-    let endpoint = create(&Router::of(device).await?)?;
+    let endpoint = Endpoint::create(&Router::of(device).await?, create_id)?;
     let (timeout, start) = (config.resolve_timeout, clock::now());
     let unresolved =
         |errno| ConnectError::Resolve { address, errno, in_process: false }.through(device);
@@ -287,7 +286,7 @@ impl Route {
             let ready = make_ready(endpoint.id(), queue_pair, reads.agreed(&peer), config);
             let confirmed = ready.and_then(|()| Ok(endpoint.id().establish()?));
             endpoint.explain(confirmed, ConnectStep::Confirm, address).await?;
-            note_ready(queue_pair);
+            queue_pair.note_connected();
             Ok(peer)
         })
         .await

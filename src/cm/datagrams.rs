@@ -11,7 +11,7 @@ use rdma_provider::cm_contract::{CmDatagram, CmId as _, CmParams, MAX_FOUND_DATA
 
 use super::config::{ConnectConfig, ListenConfig, check_private_data};
 use super::connector::{Route, lookup, no_address, resolve_one};
-use super::endpoint::{Endpoint, with_deadline};
+use super::endpoint::with_deadline;
 use super::error::{ConnectError, ConnectStep};
 use super::listener::{ConnectionRequest, Listener};
 use super::path::LocalSource;
@@ -245,7 +245,7 @@ pub async fn resolve_datagrams(
     let mut last = None;
     for address in lookup(address, config).await? {
         let attempt = async {
-            let route = resolve_one(device, address, config, Endpoint::create_datagrams).await?;
+            let route = resolve_one(device, address, config, Router::create_datagram_id).await?;
             query(route, address, private_data, config).await
         };
         match attempt.await {

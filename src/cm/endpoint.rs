@@ -16,7 +16,7 @@ use rdma_provider::later::contained;
 
 use super::error::{ConnectError, ConnectStep};
 use super::inbox::{IdState, Inbox, fail};
-use super::router::Router;
+use super::router::{CreateId, Router};
 use crate::clock;
 
 pub(super) struct Endpoint {
@@ -33,15 +33,8 @@ impl Endpoint {
         Self { id: Some(Arc::new(id)), inbox, router: Arc::clone(router), passive: true }
     }
 
-    pub(super) fn create(router: &Arc<Router>) -> Result<Self, VerbError> {
-        let mut endpoint = Self::new(router, router.create_id()?, Inbox::new(None));
-        endpoint.passive = false;
-        Ok(endpoint)
-    }
-
-    /// Creates the endpoint of a client of datagrams.
-    pub(super) fn create_datagrams(router: &Arc<Router>) -> Result<Self, VerbError> {
-        let mut endpoint = Self::new(router, router.create_datagram_id()?, Inbox::new(None));
+    pub(super) fn create(router: &Arc<Router>, create_id: CreateId) -> Result<Self, VerbError> {
+        let mut endpoint = Self::new(router, create_id(router)?, Inbox::new(None));
         endpoint.passive = false;
         Ok(endpoint)
     }

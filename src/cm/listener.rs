@@ -26,8 +26,8 @@ use super::endpoint::{Endpoint, FailUnlessConnected, on_blocking_thread, with_de
 use super::error::{ConnectError, ConnectStep};
 use super::inbox::{Inbox, TakeRequests};
 use super::keepalive::Keepalive;
-use super::path::{LocalSource, Reads, make_ready, note_ready};
-use super::router::Router;
+use super::path::{LocalSource, Reads, make_ready};
+use super::router::{CreateId, Router};
 use crate::clock::{self, Sleep};
 
 /// Listens for connection requests at an address.
@@ -99,23 +99,23 @@ impl Listener {
         Self::bind_by(device, address, config, Router::create_id).await
     }
 
-    /// Listens with the id that `create` makes.
+    /// Listens with the id that `create_id` makes.
     pub(super) async fn bind_by(
         device: &Device,
         address: impl ToSocketAddrs + fmt::Debug,
         config: &ListenConfig,
-        create: fn(&Router) -> Result<CmId, VerbError>,
+        create_id: CreateId,
     ) -> Result<Self, ConnectError> {
         let backlog = config.checked()?;
         let mut last = None;
         for address in lookup(address, &ConnectConfig::default()).await? {
             let attempt = async {
                 let router = Router::of(device).await?;
-                match Self::bind_one(&router, address, backlog, create).await {
+                match Self::bind_one(&router, address, backlog, create_id).await {
                     Err(ConnectError::AddressInUse { .. }) => {
                         // A listener dropped a moment ago may still have the address.
                         router.disposed().await?;
-                        Self::bind_one(&router, address, backlog, create).await
+                        Self::bind_one(&router, address, backlog, create_id).await
                     }
                     bound => bound,
                 }
@@ -132,11 +132,11 @@ impl Listener {
         router: &Arc<Router>,
         address: SocketAddr,
         backlog: u32,
-        create: fn(&Router) -> Result<CmId, VerbError>,
+        create_id: CreateId,
     ) -> Result<Self, ConnectError> {
         let incoming = Incoming::new(router, backlog);
         let inbox = Inbox::new(Some(incoming.clone()));
-        let endpoint = Endpoint::new(router, create(router)?, inbox);
+        let endpoint = Endpoint::new(router, create_id(router)?, inbox);
         let port_space = router.channel.port_space();
         let refused = move |error: VerbError| match error.errno {
             VerbError::EADDRINUSE => ConnectError::AddressInUse {
@@ -575,7 +575,7 @@ impl ConnectionRequest {
             let ready = make_ready(endpoint.id(), queue_pair, reads, config);
             let accepted = ready.and_then(|()| Ok(endpoint.id().accept(&params)?));
             endpoint.explain(accepted, ConnectStep::Accept, address).await?;
-            note_ready(queue_pair);
+            queue_pair.note_connected();
             endpoint
                 .wait_for(|state| match (state.established, &state.end) {
                     // Established even if it has ended again: data of the peer may have arrived.

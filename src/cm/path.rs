@@ -207,13 +207,6 @@ pub(super) fn make_ready(
     Ok(())
 }
 
-/// Notes that the connection manager has moved the queue pair to RTS, if it is its task.
-pub(super) fn note_ready(queue_pair: &QueuePair) {
-    if queue_pair.protection_domain().device().attr().is_iwarp() {
-        queue_pair.note_connected();
-    }
-}
-
 #[cfg(all(test, not(loom)))]
 mod tests {
     use futures::future::join;

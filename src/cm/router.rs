@@ -83,6 +83,9 @@ fn find(routers: &[(usize, Weak<Router>)], device: &Device) -> Option<Arc<Router
     routers.iter().filter(|(of, _)| *of == address).find_map(|(_, router)| router.upgrade())
 }
 
+/// [`Router::create_id`] or [`Router::create_datagram_id`]: which port space an id is of.
+pub(super) type CreateId = fn(&Router) -> Result<CmId, VerbError>;
+
 impl Router {
     /// Returns the router of a device, and lets the current runtime watch it. A router is dropped
     /// with its last id.
@@ -125,7 +128,8 @@ impl Router {
         find(&ROUTERS.lock(), device)
     }
 
-    /// Does not block, because librdmacm writes one command, and the kernel takes a short lock.
+    /// Creates an id for connections. Does not block, because librdmacm writes one command, and the
+    /// kernel takes a short lock.
     pub(super) fn create_id(&self) -> Result<CmId, VerbError> {
         self.channel.create_id()
     }

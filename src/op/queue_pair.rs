@@ -351,7 +351,8 @@ impl QueuePair {
         Ok(())
     }
 
-    /// Notes that the connection manager has moved it to RTS.
+    /// Notes that the connection is made. On an iWARP device, the connection manager has moved the
+    /// queue pair to RTS; on others, [`modify`](Self::modify) has, and this does nothing.
     pub(crate) fn note_connected(&self) {
         if let Ok(qp) = self.inner.core.qp() {
             qp.note_connected();
