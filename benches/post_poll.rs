@@ -471,7 +471,7 @@ fn queue_pair(pd: &ProtectionDomain, cq: &Cq) -> Result<Qp> {
         max_recv_sge: 1,
         max_inline: 0,
     };
-    Ok(Qp::new(pd, cq, cq, None, &QpConfig { transport: Transport::Rc, caps })?)
+    Ok(Qp::new(pd, cq, cq, None, &QpConfig::new(Transport::Rc, caps))?)
 }
 
 fn connect(device: &Device, qp: &Qp, peer: Qpn) -> Result<()> {

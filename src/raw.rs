@@ -28,7 +28,8 @@
 //!   manager;
 //! - post work with the number (`wr_id`) of an operation, or to a completion queue that the crate
 //!   polls: its completion could complete an operation in flight, and return its buffer;
-//! - change the state of a queue pair, except by [`QueuePair::modify`];
+//! - change the state of a queue pair, except by [`QueuePair::modify`]; `ibv_modify_qp(3)` of other
+//!   attributes, such as the RNR timer in RTS, is allowed;
 //! - change the `context` of an id of the connection manager, which points to state of this crate;
 //! - post, poll, arm or resize queues of a device that is used directly
 //!   ([`DataPath::Direct`](crate::types::DataPath::Direct)): libmlx5 does not know what is in them.

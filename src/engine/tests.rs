@@ -150,7 +150,7 @@ fn failed_completion_queue_refuses_queue_pairs_that_are_not_registered_yet() {
     let cq = queue.shared();
     let caps =
         QpCaps { max_send_wr: 4, max_recv_wr: 4, max_send_sge: 1, max_recv_sge: 1, max_inline: 0 };
-    let options = QpConfig { transport: Transport::Rc, caps };
+    let options = QpConfig::new(Transport::Rc, caps);
     let limits = Limits {
         depth: 4,
         max_sge: 1,

@@ -13,7 +13,8 @@ use crate::dispatch;
 use crate::dispatch::{ReceiveCounters, SendCounters};
 use crate::error::{LimitError, SetupError, VerbError};
 use crate::types::{
-    Gid, QpAttr, QpCaps, QpState, Qpn, RecvWr, SendWr, TransitionError, Transport, check_transition,
+    DataPath, DirectConfig, Gid, QpAttr, QpCaps, QpState, Qpn, RecvWr, SendWr, TransitionError,
+    Transport, check_transition,
 };
 use rdma_provider::contract::{Context as _, Pd as _, PlainWr, PostError, Qp as _, QpInit};
 
@@ -24,6 +25,16 @@ pub struct QpConfig {
     pub transport: Transport,
     /// The requested sizes.
     pub caps: QpCaps,
+    /// Use of the direct data path of an mlx5 adapter.
+    pub direct: DirectConfig,
+}
+
+impl QpConfig {
+    /// Returns a config with the default use of the direct data path.
+    #[must_use]
+    pub const fn new(transport: Transport, caps: QpCaps) -> Self {
+        Self { transport, caps, direct: DirectConfig::DEFAULT }
+    }
 }
 
 /// A queue pair of the verbs interface, `ibv_create_qp(3)`.
@@ -48,7 +59,7 @@ pub struct QpConfig {
 ///     max_recv_sge: 1,
 ///     max_inline: 0,
 /// };
-/// let qp = Qp::new(&pd, &cq, &cq, None, &QpConfig { transport: Transport::Rc, caps })?;
+/// let qp = Qp::new(&pd, &cq, &cq, None, &QpConfig::new(Transport::Rc, caps))?;
 /// qp.modify(&QpAttr {
 ///     pkey_index: Some(0),
 ///     port: Some(PortNum(1)),
@@ -82,7 +93,8 @@ impl Qp {
     ///
     /// - [`SetupError::Limit`] above a limit of the device;
     /// - [`SetupError::Foreign`] for queues of another device or protection domain;
-    /// - [`SetupError::Unsupported`] for a DC initiator without DC or with a shared receive queue.
+    /// - [`SetupError::Unsupported`] for a DC initiator without DC or with a shared receive queue,
+    ///   and for a [`DirectConfig`] on a device without the direct data path.
     pub fn new(
         pd: &ProtectionDomain,
         send_cq: &Cq,
@@ -118,6 +130,12 @@ impl Qp {
                 });
             }
         }
+        if config.direct != DirectConfig::DEFAULT && attr.data_path != DataPath::Direct {
+            return Err(SetupError::Unsupported {
+                what: "scatter to CQE and BlueFlame are chosen on the direct data path of an mlx5 \
+                       adapter only; omit the setting",
+            });
+        }
         for cq in [send_cq, recv_cq] {
             SetupError::check_same(cq.device().same(pd.device()), "completion queue")?;
         }
@@ -129,6 +147,7 @@ impl Qp {
             recv_cq: recv_cq.raw(),
             srq: srq.map(Srq::raw),
             caps,
+            direct: config.direct,
         };
         let raw = match number {
             None => pd.raw().create_qp(&init)?,

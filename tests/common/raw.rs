@@ -122,8 +122,7 @@ impl End {
             caps.max_recv_wr = 0;
         }
         let qp =
-            Qp::new(pd, &send_cq, &recv_cq, srq, &QpConfig { transport: options.transport, caps })
-                .unwrap();
+            Qp::new(pd, &send_cq, &recv_cq, srq, &QpConfig::new(options.transport, caps)).unwrap();
         let scratch = Memory::new(pd, 64);
         Self {
             qp,

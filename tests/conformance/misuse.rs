@@ -574,7 +574,7 @@ fn foreign_objects_are_refused_by_name() {
         let srq = SharedReceiveQueue::new(&other, &a.queue, 4, 1).unwrap();
         let mixed = QueuePair::builder(&a.pd, &a.queue).shared_receive_queue(&srq).build();
         assert_eq!(mixed.unwrap_err(), foreign("shared receive queue"));
-        let options = QpConfig { transport: Transport::Rc, caps: Options::default().caps };
+        let options = QpConfig::new(Transport::Rc, Options::default().caps);
         let [own, far] =
             [a.queue.device(), far.device()].map(|device| Cq::new(device, 8, None, 0).unwrap());
         let bare = Qp::new(&a.pd, &own, &far, None, &options);

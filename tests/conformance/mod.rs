@@ -5,6 +5,7 @@ mod completions;
 mod datagram_services;
 mod datagrams;
 mod deadlines;
+mod direct_config;
 mod dma_buf;
 mod dynamic;
 mod errors;

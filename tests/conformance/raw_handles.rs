@@ -2,7 +2,10 @@
 
 #![allow(unsafe_code, reason = "what handles point to")]
 
-use tokio_rdma::raw::rdma_sys::{ibv_qp_attr, ibv_qp_attr_mask, ibv_qp_init_attr, ibv_query_qp};
+use tokio_rdma::raw::rdma_sys::{
+    ibv_modify_qp, ibv_qp_attr, ibv_qp_attr_mask, ibv_qp_init_attr, ibv_query_qp,
+};
+use tokio_rdma::types::{QpAttr, QpState};
 use tokio_rdma::{
     Access, CompletionMode, CompletionQueue, ExposedRegion, Pool, QueuePair, SharedReceiveQueue,
 };
@@ -46,7 +49,16 @@ fn raw_handles_refer_to_their_objects() {
             0
         );
         assert_eq!(attr.qp_state, (*raw).state);
-        qp.modify(&tokio_rdma::types::QpAttr::to_state(tokio_rdma::types::QpState::Err)).unwrap();
+        // Attributes that the crate does not set, or not so: here the RNR timer, in RTS.
+        qp.connect(&qp.endpoint()).unwrap();
+        attr.min_rnr_timer = 9;
+        let timer = ibv_qp_attr_mask::IBV_QP_MIN_RNR_TIMER.0 as i32;
+        assert_eq!(ibv_modify_qp(raw, &mut attr, timer), 0);
+        attr.min_rnr_timer = 0;
+        assert_eq!(ibv_query_qp(raw, &mut attr, timer, &mut init), 0);
+        assert_eq!(attr.min_rnr_timer, 9);
+        assert_eq!(qp.query().unwrap().0, QpState::Rts);
+        qp.modify(&QpAttr::to_state(QpState::Err)).unwrap();
         drop(qp.clone());
         assert!(qp.as_raw().is_some());
     }

@@ -30,7 +30,7 @@ impl Side {
     }
 
     pub(crate) fn queue_pair(&self, transport: Transport, srq: Option<&Srq>, caps: QpCaps) -> Qp {
-        Qp::new(&self.pd, &self.cq, &self.cq, srq, &QpConfig { transport, caps }).unwrap()
+        Qp::new(&self.pd, &self.cq, &self.cq, srq, &QpConfig::new(transport, caps)).unwrap()
     }
 
     pub(crate) fn poll(&self) -> Vec<WorkCompletion> {

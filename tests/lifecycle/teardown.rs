@@ -198,7 +198,7 @@ fn overrun(pd: &tokio_rdma::ProtectionDomain, queue: &CompletionQueue) -> Qp {
         max_inline: 0,
     };
     let cq = queue.verbs();
-    let raw = Qp::new(pd, cq, cq, None, &QpConfig { transport: Transport::Rc, caps }).unwrap();
+    let raw = Qp::new(pd, cq, cq, None, &QpConfig::new(Transport::Rc, caps)).unwrap();
     let init = QpAttr {
         pkey_index: Some(0),
         port: Some(tokio_rdma::types::PortNum(1)),

@@ -345,16 +345,9 @@ fn receives_of_an_undestroyed_shared_queue_are_leaked() {
 #[test]
 fn failed_destruction_of_a_verbs_queue_pair_returns_an_error() {
     let it = FailingDevice::new();
-    let options = QpConfig {
-        transport: Transport::Rc,
-        caps: QpCaps {
-            max_send_wr: 1,
-            max_recv_wr: 1,
-            max_send_sge: 1,
-            max_recv_sge: 1,
-            max_inline: 0,
-        },
-    };
+    let caps =
+        QpCaps { max_send_wr: 1, max_recv_wr: 1, max_send_sge: 1, max_recv_sge: 1, max_inline: 0 };
+    let options = QpConfig::new(Transport::Rc, caps);
     let cq = it.queue.verbs();
     let create = || Qp::new(&it.pd, cq, cq, None, &options).unwrap();
     create().destroy().unwrap();

@@ -21,6 +21,7 @@ mod torture;
 
 #[path = "../conformance/cancel.rs"]
 mod cancel;
+mod direct_config;
 #[path = "../dc_pool/mod.rs"]
 mod pool;
 mod resets;

@@ -24,8 +24,8 @@ use super::{Ibverbs, convert, sys};
 use rdma_provider::VerbError;
 use rdma_provider::contract::{self, Context as _, Pd as _, QpInit};
 use rdma_provider::types::{
-    AsyncEvent, AtomicCapability, DeviceAttr, GidEntry, GidKind, PortAttr, PortNum, QpCaps, Qpn,
-    SrqCaps, Transport, WireProtocol,
+    AsyncEvent, AtomicCapability, DeviceAttr, DirectConfig, GidEntry, GidKind, PortAttr, PortNum,
+    QpCaps, Qpn, SrqCaps, Transport, WireProtocol,
 };
 
 /// The device list of `ibv_get_device_list(3)`, freed on drop.
@@ -324,7 +324,14 @@ fn smallest_qp(pd: &Pd, cq: &Cq, max_inline: u32) -> Result<Qp, VerbError> {
     let caps =
         QpCaps { max_send_wr: 1, max_recv_wr: 1, max_send_sge: 1, max_recv_sge: 1, max_inline };
     let transport = Transport::Rc;
-    pd.create_qp(&QpInit { transport, send_cq: cq, recv_cq: cq, srq: None, caps })
+    pd.create_qp(&QpInit {
+        transport,
+        send_cq: cq,
+        recv_cq: cq,
+        srq: None,
+        caps,
+        direct: DirectConfig::DEFAULT,
+    })
 }
 
 /// Returns the structure that `query` fills in.

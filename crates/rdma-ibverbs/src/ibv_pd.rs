@@ -19,7 +19,7 @@ use super::vendor::empty_receive;
 use super::{Ibverbs, convert, sys};
 use rdma_provider::VerbError;
 use rdma_provider::contract::{self, DctInit, DmaBufRange, NoDct, QpInit};
-use rdma_provider::types::{Access, AddressVector, DeviceAttr, SrqCaps};
+use rdma_provider::types::{Access, AddressVector, DeviceAttr, ScatterToCqe, SrqCaps};
 
 /// The error of a kernel whose verbs interface lacks a method, `errno(3)`.
 const EPROTONOSUPPORT: i32 = 93;
@@ -119,7 +119,8 @@ impl contract::Pd<Ibverbs> for Pd {
         if self.device.dc.is_none() {
             return Err(NoDct::REFUSED);
         }
-        let flags = self.posting.direct().and_then(|direct| direct.create_flags());
+        let flags =
+            self.posting.direct().and_then(|direct| direct.create_flags(ScatterToCqe::Receives));
         Dct::new(self.raw, init, flags)
     }
 

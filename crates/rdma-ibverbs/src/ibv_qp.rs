@@ -169,13 +169,16 @@ impl Qp {
         let uses = Uses { send_cq, recv_cq, srq };
         // SAFETY: S3: the domain outlives its registers.
         let domain = unsafe { registers.next(pd) }?;
-        let created = Created::new(domain.domain(), init, device, true, direct.create_flags())?;
+        let flags = direct.create_flags(init.direct.scatter_to_cqe);
+        let created = Created::new(domain.domain(), init, device, true, flags)?;
         let (raw, transport) = (created.raw, init.transport);
         // From here on, an error destroys the queue pair.
         let mut made = Self::made(created, init, device);
         // SAFETY: S3: new, and created in that domain; the layer above destroys it before its
         // queues.
-        let pair = unsafe { direct.queue_pair(raw, transport, &made.caps, uses, domain) }?;
+        let pair = unsafe {
+            direct.queue_pair(raw, transport, &made.caps, init.direct.blue_flame, uses, domain)
+        }?;
         if transport == Transport::Rc {
             made.plain = pair.send().ok().map(NonNull::from);
         }

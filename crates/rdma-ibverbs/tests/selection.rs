@@ -22,7 +22,7 @@ use std::sync::{Arc, Mutex};
 
 use emulated_connectx::{EmulatedConnectX, Options, this_program};
 use rdma_ibverbs::contract::{Context as _, Pd as _, QpInit};
-use rdma_ibverbs::types::{DataPath, QpCaps, SrqCaps, Transport};
+use rdma_ibverbs::types::{DataPath, DirectConfig, QpCaps, SrqCaps, Transport};
 use rdma_ibverbs::{Context, VerbError};
 use rdma_sys::*;
 use tracing::field::{Field, Visit};
@@ -92,8 +92,14 @@ fn create_queues(context: &Context) {
         max_recv_sge: 0,
         max_inline: 64,
     };
-    let init =
-        QpInit { transport: Transport::Rc, send_cq: &cq, recv_cq: &cq, srq: Some(&srq), caps };
+    let init = QpInit {
+        transport: Transport::Rc,
+        send_cq: &cq,
+        recv_cq: &cq,
+        srq: Some(&srq),
+        caps,
+        direct: DirectConfig::DEFAULT,
+    };
     let qp = pd.create_qp(&init).unwrap();
     drop(qp);
 }

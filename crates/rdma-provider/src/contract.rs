@@ -17,9 +17,9 @@ use std::task::Waker;
 use super::cm_contract::{CmChannel, CmId};
 use crate::error::VerbError;
 use crate::types::{
-    Access, AddressVector, AsyncEvent, DcKey, DeviceAttr, Gid, Lkey, PortAttr, PortNum, QpAttr,
-    QpCaps, QpState, Qpn, RecvWr, RemoteAddr, Rkey, SendFlags, SendOp, SendWr, Sge, SrqCaps,
-    Transport, WorkCompletion, WrId,
+    Access, AddressVector, AsyncEvent, DcKey, DeviceAttr, DirectConfig, Gid, Lkey, PortAttr,
+    PortNum, QpAttr, QpCaps, QpState, Qpn, RecvWr, RemoteAddr, Rkey, SendFlags, SendOp, SendWr,
+    Sge, SrqCaps, Transport, WorkCompletion, WrId,
 };
 
 /// The object types of a provider.
@@ -231,6 +231,8 @@ pub struct QpInit<'a, P: Provider> {
     pub srq: Option<&'a P::Srq>,
     /// Minimum queue sizes.
     pub caps: QpCaps,
+    /// Use of the direct data path; the default on other devices.
+    pub direct: DirectConfig,
 }
 
 impl<'a, P: Provider> QpInit<'a, P> {
@@ -250,6 +252,7 @@ impl<'a, P: Provider> QpInit<'a, P> {
             recv_cq: cq(self.recv_cq)?,
             srq: self.srq.map(srq).transpose()?,
             caps: self.caps,
+            direct: self.direct,
         })
     }
 }

@@ -15,9 +15,9 @@ use std::ptr::NonNull;
 
 use rdma_soft::contract::{Context as _, Cq as _, Mr as _, Pd as _, Qp as _, QpInit};
 use rdma_soft::types::{
-    Access, AckTimeout, AddressVector, Data, Mtu, PortNum, Psn, QpAttr, QpCaps, QpState,
-    RemoteAddr, RnrTimer, SendFlags, SendOp, SendWr, Sge, Transport, WcStatus, WorkCompletion,
-    WrId,
+    Access, AckTimeout, AddressVector, Data, DirectConfig, Mtu, PortNum, Psn, QpAttr, QpCaps,
+    QpState, RemoteAddr, RnrTimer, SendFlags, SendOp, SendWr, Sge, Transport, WcStatus,
+    WorkCompletion, WrId,
 };
 use rdma_soft::{Context, Cq, Network, Pd, Qp};
 
@@ -41,7 +41,14 @@ impl Side {
             max_recv_sge: 1,
             max_inline: 0,
         };
-        let init = QpInit { transport: Transport::Rc, send_cq: &cq, recv_cq: &cq, srq: None, caps };
+        let init = QpInit {
+            transport: Transport::Rc,
+            send_cq: &cq,
+            recv_cq: &cq,
+            srq: None,
+            caps,
+            direct: DirectConfig::DEFAULT,
+        };
         let qp = pd.create_qp(&init)?;
         Ok(Self { qp, cq, pd, context })
     }

@@ -9,8 +9,8 @@ use crate::memory::PdKey;
 use crate::op::post_state::PostState;
 use crate::op::{PathConfig, SharedReceiveQueue};
 use crate::types::{
-    Access, AtomicCapability, DataPath, Gid, GidEntry, PortAttr, PortNum, PortState, Qkey, QpAttr,
-    QpCaps, QpState, Qpn, Transport,
+    Access, AtomicCapability, DataPath, DirectConfig, Gid, GidEntry, PortAttr, PortNum, PortState,
+    Qkey, QpAttr, QpCaps, QpState, Qpn, Transport,
 };
 use crate::verbs::{Device, ProtectionDomain, Qp, QpConfig};
 
@@ -54,6 +54,7 @@ pub struct QueuePairBuilder {
     number: Option<Qpn>,
     solicited: bool,
     notifies: bool,
+    direct: DirectConfig,
 }
 
 #[derive(Debug, Clone)]
@@ -102,6 +103,7 @@ impl QueuePairBuilder {
             number: None,
             solicited: false,
             notifies: false,
+            direct: DirectConfig::DEFAULT,
         }
     }
 
@@ -202,6 +204,14 @@ impl QueuePairBuilder {
         self
     }
 
+    /// Sets how it uses the direct data path of an mlx5 adapter. Anything but the default is
+    /// refused on other devices.
+    #[must_use]
+    pub fn direct(mut self, config: DirectConfig) -> Self {
+        self.direct = config;
+        self
+    }
+
     pub(crate) fn device(&self) -> &Device {
         self.pd.device()
     }
@@ -286,6 +296,7 @@ impl QueuePairBuilder {
             number,
             solicited,
             notifies,
+            direct,
         } = self;
         let device = pd.device();
         let (connected, datagram) =
@@ -339,7 +350,7 @@ impl QueuePairBuilder {
         let fixed_gid = matches!(source, Source::From(..) | Source::At(..));
         let (port, gid) = source.choose(device)?;
         let pkey_index = path.partition(device, &port)?.or(pkey_index).unwrap_or(0);
-        let config = QpConfig { transport, caps };
+        let config = QpConfig { transport, caps, direct };
         let (send_cq, recv_cq) = (send_queue.cq(), recv_queue.cq());
         let srq_verbs = srq.as_ref().map(SharedReceiveQueue::verbs);
         let qp = Qp::numbered(&pd, send_cq, recv_cq, srq_verbs, &config, number)?;

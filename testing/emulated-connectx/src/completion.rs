@@ -168,6 +168,7 @@ impl State {
         cq.produced = cq.produced.wrapping_add(new);
         self.counters.compressed_sessions += u64::from(new > 1);
         self.counters.completions += u64::from(new);
+        self.counters.scattered += run.iter().filter(|cqe| cqe.has_data()).count() as u64;
         self.counters.errors += run.iter().filter(|cqe| cqe.is_error()).count() as u64;
         let urgent = run.iter().any(|cqe| cqe.solicited || cqe.is_error());
         if urgent {

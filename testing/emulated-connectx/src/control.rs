@@ -131,6 +131,8 @@ pub struct Counters {
     pub completions: u64,
     /// Error CQEs written, flushed requests and receives included.
     pub errors: u64,
+    /// CQEs written that contain data, `MLX5_QP_FLAG_SCATTER_CQE`.
+    pub scattered: u64,
     /// Compressed sessions written; their CQEs are part of `completions`.
     pub compressed_sessions: u64,
     /// Events sent to completion channels.

@@ -110,13 +110,17 @@ impl Cqe {
         (self.scatter == SCATTER_64).then_some(&self.before)
     }
 
+    pub(crate) fn has_data(&self) -> bool {
+        self.scatter != 0
+    }
+
     pub(crate) fn is_error(&self) -> bool {
         matches!(self.opcode, Opcode::RequestError | Opcode::ResponseError)
     }
 
     /// Returns whether the CQE may be part of a compressed session.
     pub(crate) fn is_compressible(&self) -> bool {
-        !self.is_error() && self.scatter == 0
+        !self.is_error() && !self.has_data()
     }
 
     /// Returns whether the CQE may follow `previous` in a compressed session: they differ only in

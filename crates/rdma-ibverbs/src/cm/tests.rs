@@ -20,7 +20,9 @@ use rdma_provider::cm_contract::{
     CmChannel as _, CmEventKind as Kind, CmId as _, CmParams, CmPeer, CmRoute,
 };
 use rdma_provider::contract::{Context as _, Pd as _, Qp as _, QpInit};
-use rdma_provider::types::{PortNum, QpAttr, QpCaps, QpState, Qpn, RejectReason, Transport};
+use rdma_provider::types::{
+    DirectConfig, PortNum, QpAttr, QpCaps, QpState, Qpn, RejectReason, Transport,
+};
 
 /// Time limit far beyond the time for any event.
 const LONG: Duration = Duration::from_secs(600);
@@ -137,6 +139,7 @@ impl Program {
             recv_cq: &self.cq,
             srq: None,
             caps,
+            direct: DirectConfig::DEFAULT,
         };
         self.pd.create_qp(&init).unwrap()
     }

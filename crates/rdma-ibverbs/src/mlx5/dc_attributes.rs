@@ -13,7 +13,7 @@ use crate::posting::Posting;
 use crate::sys;
 use rdma_provider::VerbError;
 use rdma_provider::contract::{DctInit, Pd as _, QpInit};
-use rdma_provider::types::{DcAttr, DcKey, DeviceAttr, QpCaps, SrqCaps, Transport};
+use rdma_provider::types::{DcAttr, DcKey, DeviceAttr, DirectConfig, QpCaps, SrqCaps, Transport};
 
 /// Returns the device's DC capabilities; `None` without feature `mlx5` or libmlx5, or for another
 /// driver's device.
@@ -73,6 +73,7 @@ fn try_both(context: NonNull<ibv_context>, device: DeviceAttr) -> Result<(), Ver
         recv_cq: &cq,
         srq: None,
         caps,
+        direct: DirectConfig::DEFAULT,
     })?;
     pd.create_dct(&DctInit { srq: &srq, recv_cq: &cq, key: DcKey(0) })?;
     Ok(())

@@ -4,7 +4,7 @@ use std::rc::Rc;
 
 use rdma_ibverbs::contract::{Context as _, Cq as _, Pd as _, PlainWr, PostError, Qp as _, QpInit};
 use rdma_ibverbs::types::{
-    QpAttr, QpCaps, QpState, RecvWr, SendWr, Transport, WorkCompletion, WrId,
+    DirectConfig, QpAttr, QpCaps, QpState, RecvWr, SendWr, Transport, WorkCompletion, WrId,
 };
 use rdma_ibverbs::{Cq, Qp, Srq, VerbError};
 
@@ -35,8 +35,19 @@ impl Direct {
         caps: QpCaps,
         srq: Option<&Srq>,
     ) -> Self {
+        Self::configured(cq, world, transport, caps, srq, DirectConfig::DEFAULT)
+    }
+
+    pub fn configured(
+        cq: &Rc<Cq>,
+        world: &World,
+        transport: Transport,
+        caps: QpCaps,
+        srq: Option<&Srq>,
+        direct: DirectConfig,
+    ) -> Self {
         assert!(cq.direct().is_some(), "the device posts directly by default");
-        let init = QpInit { transport, send_cq: &**cq, recv_cq: &**cq, srq, caps };
+        let init = QpInit { transport, send_cq: &**cq, recv_cq: &**cq, srq, caps, direct };
         let qp = world.pd.create_qp(&init).unwrap();
         let rings = Rings::of(qp.as_raw().as_ptr());
         world.silence(rings.register.start.cast());

@@ -1,10 +1,13 @@
 //! Equality of send WQEs, doorbell records and doorbells.
 
+use std::rc::Rc;
+
 use std::ops::Range;
 
-use rdma_ibverbs::contract::{Ah as _, Mr as _, Mw as _, Qp as _};
+use rdma_ibverbs::contract::{Ah as _, Context as _, Mr as _, Mw as _, Qp as _};
 use rdma_ibverbs::types::{
-    Access, AddressVector, Gid, Lkey, QpCaps, Rkey, SendFlags, SendOp, Transport, WindowBind,
+    Access, AddressVector, DirectConfig, Gid, Lkey, QpCaps, Rkey, SendFlags, SendOp, Transport,
+    WindowBind,
 };
 use rdma_ibverbs::{Mr, Mw};
 
@@ -494,6 +497,22 @@ fn entries_of_all_operations_data_and_flags_equal_those_of_libmlx5() {
         }
         assert!(rig.tally.wrapped > 10, "{} entries wrapped around", rig.tally.wrapped);
         rig.finish(all.len() * 8);
+    }
+}
+
+#[test]
+fn queue_pair_without_blue_flame_writes_only_its_doorbell() {
+    let world = World::new();
+    let cq = Rc::new(world.context.create_cq(16, None, 0, 0).unwrap());
+    let request = Request::new(SendOp::Send, Payload::List(Vec::new()));
+    for (config, stored) in [
+        (DirectConfig::DEFAULT, if blue_flame() { 64 } else { 8 }),
+        (DirectConfig::DEFAULT.blue_flame(false), 8),
+    ] {
+        let made = Direct::configured(&cq, &world, Transport::Rc, caps(4, 1, 0), None, config);
+        let list = [request.clone()];
+        let posted = post(&made.rings, &made.qp.qpn().0, 0, &list, || made.post(&list).unwrap());
+        assert_eq!(posted.stored, stored, "{config:?}");
     }
 }
 

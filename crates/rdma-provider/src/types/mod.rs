@@ -9,6 +9,7 @@ mod access;
 mod addr;
 mod caps;
 mod cm;
+mod direct;
 mod event;
 mod id;
 mod qp;
@@ -23,6 +24,7 @@ pub use caps::{
     SrqCaps, WireProtocol,
 };
 pub use cm::RejectReason;
+pub use direct::{DirectConfig, ScatterToCqe};
 pub use event::AsyncEvent;
 pub use id::{DcKey, Imm, Lkey, PortNum, Psn, Qkey, Qpn, Rkey, WrId};
 pub use qp::{AckTimeout, QpAttr, QpAttrMask, QpState, RnrTimer, Transport};

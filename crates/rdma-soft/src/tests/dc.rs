@@ -3,7 +3,7 @@
 use super::*;
 use rdma_provider::VerbError;
 use rdma_provider::contract::{Dct as _, DctInit, Srq as _};
-use rdma_provider::types::{DcKey, DctTarget, Imm, SrqCaps, WcOpcode, WcStatus};
+use rdma_provider::types::{DcKey, DctTarget, DirectConfig, Imm, SrqCaps, WcOpcode, WcStatus};
 
 const KEY: DcKey = DcKey(0x0123_4567_89ab_cdef);
 
@@ -128,8 +128,14 @@ impl InitiatorEnd {
             max_recv_sge: 0,
             max_inline: 64,
         };
-        let init =
-            QpInit { transport: Transport::Dci, send_cq: &cq, recv_cq: &cq, srq: None, caps };
+        let init = QpInit {
+            transport: Transport::Dci,
+            send_cq: &cq,
+            recv_cq: &cq,
+            srq: None,
+            caps,
+            direct: DirectConfig::DEFAULT,
+        };
         let qp = pd.create_qp(&init).unwrap();
         let it = Self { qp, cq, pd, network: network.clone() };
         it.to_rts(setup);
@@ -497,8 +503,14 @@ fn unsupported_initiator_work_is_refused_when_posted() {
     assert!(refused(unsafe { a.qp.post_send([wr]) }));
     let caps =
         QpCaps { max_send_wr: 1, max_recv_wr: 1, max_send_sge: 1, max_recv_sge: 1, max_inline: 0 };
-    let init =
-        QpInit { transport: Transport::Dci, send_cq: &a.cq, recv_cq: &a.cq, srq: None, caps };
+    let init = QpInit {
+        transport: Transport::Dci,
+        send_cq: &a.cq,
+        recv_cq: &a.cq,
+        srq: None,
+        caps,
+        direct: DirectConfig::DEFAULT,
+    };
     assert!(a.pd.create_qp(&init).is_err(), "an initiator has no receive queue");
     let caps = QpCaps { max_recv_wr: 0, ..caps };
     let init = QpInit {
@@ -507,6 +519,7 @@ fn unsupported_initiator_work_is_refused_when_posted() {
         recv_cq: &a.cq,
         srq: Some(&target.srq),
         caps,
+        direct: DirectConfig::DEFAULT,
     };
     assert!(a.pd.create_qp(&init).is_err());
     assert!(

@@ -33,9 +33,9 @@ use rdma_provider::contract::{
     Context as _, Cq as _, Mr as _, Pd as _, PostError, Qp as _, QpInit,
 };
 use rdma_provider::types::{
-    Access, AckTimeout, AddressVector, AsyncEvent, Data, Lkey, Mtu, PortNum, Psn, Qkey, QpAttr,
-    QpCaps, QpState, Qpn, RecvWr, RemoteAddr, Rkey, RnrTimer, SendFlags, SendOp, SendWr, Sge,
-    Transport, UdTarget, WorkCompletion, WrId,
+    Access, AckTimeout, AddressVector, AsyncEvent, Data, DirectConfig, Lkey, Mtu, PortNum, Psn,
+    Qkey, QpAttr, QpCaps, QpState, Qpn, RecvWr, RemoteAddr, Rkey, RnrTimer, SendFlags, SendOp,
+    SendWr, Sge, Transport, UdTarget, WorkCompletion, WrId,
 };
 
 use super::*;
@@ -186,6 +186,7 @@ impl End {
             recv_cq: &cq,
             srq: None,
             caps: options.caps,
+            direct: DirectConfig::DEFAULT,
         };
         let qp = pd.create_qp(&init).unwrap();
         Self { qp, cq, pd, context, network: network.clone() }

@@ -1,7 +1,7 @@
 //! Over UDP, unacknowledged packets are paced.
 
 use super::*;
-use rdma_provider::types::WcStatus;
+use rdma_provider::types::{DirectConfig, WcStatus};
 
 #[test]
 fn unreliable_sends_are_paced_and_reliable_ones_are_not() {
@@ -39,6 +39,7 @@ fn short_send_is_not_delayed_by_a_busy_queue_pair() {
         recv_cq: &busy.cq,
         srq: None,
         caps: options.caps,
+        direct: DirectConfig::DEFAULT,
     };
     other.qp = busy.pd.create_qp(&init).unwrap();
     connect(&other, &there, &options);

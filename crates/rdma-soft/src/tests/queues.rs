@@ -3,7 +3,7 @@
 use super::*;
 use rdma_provider::VerbError;
 use rdma_provider::contract::{Channel as _, Srq as _};
-use rdma_provider::types::{SrqCaps, WcStatus};
+use rdma_provider::types::{DirectConfig, SrqCaps, WcStatus};
 
 use std::io::Read;
 use std::os::fd::{AsFd, BorrowedFd};
@@ -43,6 +43,7 @@ fn with_channel(network: &Network) -> (End, End, Channel) {
         recv_cq: &cq,
         srq: None,
         caps: options.caps,
+        direct: DirectConfig::DEFAULT,
     };
     b.qp = b.pd.create_qp(&init).unwrap();
     b.cq = cq;
@@ -253,6 +254,7 @@ fn shared_receive_queue_serves_queue_pairs_and_reports_its_limit() {
                 recv_cq: &cq,
                 srq: Some(&srq),
                 caps: options.caps,
+                direct: DirectConfig::DEFAULT,
             };
             let qp = pd.create_qp(&init).unwrap();
             let server = End {
@@ -362,6 +364,7 @@ fn many_queue_pairs_share_a_completion_queue() {
             recv_cq: &cq,
             srq: None,
             caps: options.caps,
+            direct: DirectConfig::DEFAULT,
         };
         let context = network.open("a").unwrap();
         let pd = context.create_pd().unwrap();

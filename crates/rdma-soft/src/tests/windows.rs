@@ -97,6 +97,7 @@ fn destroyed_queue_pair_unbinds_its_windows() {
             max_recv_sge: 1,
             max_inline: 0,
         },
+        direct: rdma_provider::types::DirectConfig::DEFAULT,
     };
     let qp = pd.create_qp(&init).unwrap();
     let other = End { qp, cq, pd, context, network };

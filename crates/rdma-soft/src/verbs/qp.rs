@@ -163,7 +163,7 @@ pub(crate) fn create(
 /// ```
 /// use rdma_soft::Network;
 /// use rdma_soft::contract::{Context as _, Pd as _, Qp as _, QpInit};
-/// use rdma_soft::types::{QpCaps, QpState, Transport};
+/// use rdma_soft::types::{DirectConfig, QpCaps, QpState, Transport};
 ///
 /// # fn main() -> Result<(), Box<dyn std::error::Error>> {
 /// let context = Network::new().open("a")?;
@@ -176,6 +176,7 @@ pub(crate) fn create(
 ///     recv_cq: &cq,
 ///     srq: None,
 ///     caps,
+///     direct: DirectConfig::DEFAULT,
 /// };
 /// // `examples/write.rs` continues from RESET.
 /// let qp = pd.create_qp(&init)?;

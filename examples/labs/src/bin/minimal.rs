@@ -109,7 +109,7 @@ impl Side {
             max_recv_sge: 1,
             max_inline: 0,
         };
-        let qp = Qp::new(&pd, &cq, &cq, None, &QpConfig { transport: Transport::Rc, caps })?;
+        let qp = Qp::new(&pd, &cq, &cq, None, &QpConfig::new(Transport::Rc, caps))?;
         qp.modify(&QpAttr {
             pkey_index: Some(0),
             port: Some(port.port),

@@ -5,7 +5,7 @@ use std::ptr::NonNull;
 use std::sync::Arc;
 
 use rdma_provider::VerbError;
-use rdma_provider::types::{QpCaps, Transport};
+use rdma_provider::types::{QpCaps, ScatterToCqe, Transport};
 use rdma_sys::*;
 
 use super::completion_queue::{self, CompletionQueue};
@@ -99,10 +99,13 @@ impl Device {
         })
     }
 
-    /// Returns the creation flags of queue pairs and DC targets, if they need any.
-    pub(crate) fn create_flags(self) -> Option<mlx5dv_qp_create_flags> {
-        let no_scatter = mlx5dv_qp_create_flags::MLX5DV_QP_CREATE_DISABLE_SCATTER_TO_CQE;
-        (!self.scatter).then_some(no_scatter)
+    /// Returns the creation flags of a queue pair or DC target, if it needs any.
+    pub(crate) fn create_flags(self, scatter: ScatterToCqe) -> Option<mlx5dv_qp_create_flags> {
+        if !self.scatter || scatter == ScatterToCqe::Off {
+            return Some(mlx5dv_qp_create_flags::MLX5DV_QP_CREATE_DISABLE_SCATTER_TO_CQE);
+        }
+        (scatter == ScatterToCqe::All)
+            .then_some(mlx5dv_qp_create_flags::MLX5DV_QP_CREATE_ALLOW_SCATTER_TO_CQE)
     }
 
     /// Reads `cq` directly from now on.
@@ -179,6 +182,7 @@ impl Device {
         qp: NonNull<ibv_qp>,
         transport: Transport,
         caps: &QpCaps,
+        blue_flame: bool,
         uses: Uses<'_>,
         domain: Arc<ThreadDomain>,
     ) -> Result<QueuePair, VerbError> {
@@ -208,6 +212,7 @@ impl Device {
                     ring: Ring::from_raw(start, blocks),
                     record: Record::new(records.add(1)),
                     register: domain.register(|shared| Register::new(register, half, shared)),
+                    blue_flame,
                 })
             })
         };

@@ -128,8 +128,6 @@ pub(super) struct Register {
     offset: Mutex<u32>,
     /// Queue pairs share the register, so the lock is needed.
     shared: bool,
-    /// One queue pair uses the register, and it takes BlueFlame.
-    is_private: bool,
 }
 
 // SAFETY: S3: stores to the register exclude each other by the lock, or by the promise to `new`; it
@@ -147,8 +145,7 @@ impl Register {
     /// value is used. Nothing else stores there. Unless `shared`, one queue pair at a time uses the
     /// register, and its users are ordered by happens-before.
     pub(super) unsafe fn new(start: NonNull<u8>, half: u32, shared: bool) -> Self {
-        let is_private = !shared && half as usize >= BLOCK;
-        Self { start, half, offset: Mutex::new(0), shared, is_private }
+        Self { start, half, offset: Mutex::new(0), shared }
     }
 
     /// Calls `store` with the address of the next half.
@@ -181,13 +178,13 @@ impl Register {
         *offset ^= self.half;
     }
 
-    /// Returns true if one queue pair uses the register, and it takes BlueFlame.
-    #[inline]
-    pub(super) fn is_private(&self) -> bool {
-        self.is_private
+    /// Returns true if several queue pairs may use the register.
+    pub(super) fn is_shared(&self) -> bool {
+        self.shared
     }
 
-    /// Copies a WQE of one block to a [private](Self::is_private) register.
+    /// Copies a WQE of one block to a register that is not [shared](Self::is_shared) and takes at
+    /// least one.
     ///
     /// # Safety
     ///
@@ -199,7 +196,6 @@ impl Register {
     }
 
     /// Returns the number of blocks that BlueFlame takes.
-    #[inline]
     pub(super) fn blocks(&self) -> u32 {
         self.half / BLOCK as u32
     }

@@ -138,6 +138,7 @@ impl SendMemory {
                 ring: Ring::from_raw(self.ring.start, blocks),
                 record: Record::new(self.record.start.cast()),
                 register: Arc::new(Register::new(self.register.start, self.half, false)),
+                blue_flame: true,
             })
         }
     }

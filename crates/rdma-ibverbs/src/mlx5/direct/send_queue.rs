@@ -36,11 +36,17 @@ pub(super) struct Setup {
     pub(super) ring: Ring<'static>,
     pub(super) record: Record,
     pub(super) register: Arc<Register>,
+    /// A single request may be copied to the register (BlueFlame).
+    pub(super) blue_flame: bool,
 }
 
 /// A send queue that this crate posts to.
 pub(crate) struct SendQueue {
     setup: Setup,
+    /// Longest request that is copied to the register, in blocks; 0 without BlueFlame.
+    copied: u32,
+    /// Plain requests are copied to a register of this queue alone.
+    copies_alone: bool,
     /// The work request at each block, valid where a WQE begins.
     requests: Box<[Request]>,
     /// Requests completed, modulo 2^32.
@@ -114,12 +120,15 @@ impl Completed {
 impl SendQueue {
     pub(super) fn new(setup: Setup) -> Self {
         let blocks = setup.ring.blocks();
+        let copied = if setup.blue_flame { setup.register.blocks() } else { 0 };
         let never = || Request { wr_id: AtomicU64::new(0), position: AtomicU64::new(NEVER) };
         Self {
             requests: (0..blocks).map(|_| never()).collect(),
             consumed: AtomicU32::new(0),
             is_open: AtomicBool::new(false),
             producer: Mutex::new(Producer::NEW),
+            copied,
+            copies_alone: copied > 0 && !setup.register.is_shared(),
             setup,
         }
     }
@@ -196,7 +205,7 @@ impl SendQueue {
         }
         (producer.next, producer.posted) = (next, posted);
         let Some(last) = last else { return true };
-        if count == 1 && register.is_private() {
+        if count == 1 && self.copies_alone {
             record.publish(next & 0xffff);
             // SAFETY: S3: a block of the ring; the caller's promise.
             unsafe { register.copy_alone(last) };
@@ -242,7 +251,7 @@ impl SendQueue {
         let Setup { ring, record, register, .. } = &self.setup;
         record.publish(producer.next & 0xffff);
         let last = producer.next.wrapping_sub(blocks);
-        if posted == 1 && blocks <= register.blocks() {
+        if posted == 1 && blocks <= self.copied {
             // SAFETY: S3: blocks of the ring; the producer is the only one.
             unsafe { register.copy(blocks, |block| ring.block(last.wrapping_add(block))) };
         } else {
