@@ -45,7 +45,6 @@ pub(super) struct Admission {
     max_per_source: u32,
     pub(super) service: Service,
     budget: BufferBudget,
-    /// The bytes of a connection's first buffers.
     first_buffers: u64,
     answer: CmAnswer,
     answering: AtomicBool,
@@ -59,7 +58,6 @@ struct State {
     by_source: BTreeMap<IpAddr, u32>,
     connections: u32,
     stats: ListenerStats,
-    /// For the shutdown, by number.
     accepted: BTreeMap<u64, Weak<dyn Accepted>>,
     next: u64,
     shutting_down: bool,
@@ -72,7 +70,7 @@ pub(super) trait Accepted: fmt::Debug + Send + Sync {
     fn closed(&self) -> BoxFuture<'_, CloseReason>;
 }
 
-/// A reserved connection. Dropping it cancels the reservation.
+/// Dropping it cancels the reservation.
 pub(super) struct Admitted {
     admission: Arc<Admission>,
     source: IpAddr,
@@ -113,7 +111,7 @@ impl Admission {
         self.state.lock().refusal(self, source, self.first_buffers).is_none()
     }
 
-    /// Reserves a connection before its buffers are allocated.
+    /// Must be called before the buffers are allocated.
     pub(super) fn reserve(self: &Arc<Self>, source: IpAddr) -> Result<Admitted, RefusalReason> {
         self.reserve_with(source, self.first_buffers)
     }
@@ -182,14 +180,12 @@ impl Admitted {
         self
     }
 
-    /// Returns true if the shutdown has begun, possibly before `accepted`.
     pub(super) fn is_shutting_down(&self) -> bool {
         self.admission.state.lock().shutting_down
     }
 }
 
-/// Returns the private data from which the peer learns the defect of its handshake; empty if it
-/// cannot.
+/// Returns data that tells the peer the defect of its handshake; empty if it cannot.
 pub(super) fn rejection(error: &HandshakeError, service: Service) -> Vec<u8> {
     match error {
         HandshakeError::Service { ours, .. } => RefusalReason::OtherService(*ours).encode(),

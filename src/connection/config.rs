@@ -22,16 +22,14 @@ use crate::verbs::{Device, ProtectionDomain};
 /// Settings of a [`Connection`](super::Connection). The two peers may use different ones: each
 /// announces what it can receive.
 ///
-/// A [`ListenerConfig`](super::ListenerConfig) adds the limits of a listener.
-///
 /// Sizes are in bytes. [`keepalive`](Self::keepalive), [`stall_timeout`](Self::stall_timeout) and
 /// [`shrink_after`](Self::shrink_after) are at least 1 ms. Unsupported values fail with
 /// [`SetupError`] when a connection or listener is created.
 ///
 /// Unless [`preallocate`](Self::preallocate) is set, a connection registers buffers when it needs
 /// them and deregisters them when it is idle. Whatever the peer sends, it uses at most the
-/// following memory, 6 KiB and, until it is idle, eight more receive buffers. Received messages
-/// that the application keeps are not included.
+/// following memory, 6 KiB and, until it is idle, eight more receive buffers, without received
+/// messages that the application keeps:
 ///
 /// - `receive_buffer_size` × (`receive_buffers` + `spare_buffers` + 4 + `send_buffers`)
 /// - `receive_memory`, or the longest message if that is more
@@ -41,23 +39,13 @@ use crate::verbs::{Device, ProtectionDomain};
 /// buffers of at most eight closed connections for later connections with the same settings.
 ///
 /// ```
-/// use tokio_rdma::{CompletionMode, Connection, ConnectionConfig, Listener};
-/// # use tokio_rdma::Device;
+/// use tokio_rdma::{CompletionMode, ConnectionConfig};
 ///
-/// # #[tokio::main(flavor = "current_thread")]
-/// # async fn main() -> Result<(), Box<dyn std::error::Error>> {
-/// # let device = Device::software()?;
 /// let config = ConnectionConfig::default()
 ///     .max_message(1 << 20)
 ///     .receive_buffers(16)
 ///     .mode(CompletionMode::Hybrid)
 ///     .user_data("client 7");
-/// let listener = Listener::bind(&device, "127.0.0.1:0").await?;
-/// let connecting = Connection::connect_with(&device, listener.local_addr()?, &config);
-/// let (theirs, _ours) = tokio::try_join!(listener.accept(), connecting)?;
-/// assert_eq!(&theirs.user_data()[..], b"client 7");
-/// # Ok(())
-/// # }
 /// ```
 #[derive(Debug, Clone)]
 #[must_use]
@@ -68,7 +56,6 @@ pub struct ConnectionConfig {
     pub(super) send_buffers: u32,
     pub(super) max_send_wr: u32,
     pub(super) max_inline: u32,
-    /// Makes connections as those of an iWARP device.
     #[cfg(test)]
     pub(super) like_iwarp: bool,
     pub(super) max_eager: u32,
@@ -84,7 +71,6 @@ pub struct ConnectionConfig {
     pub(super) retries: RetryConfig,
     pub(super) completions: Completions,
     pub(super) connect_timeout: Duration,
-    /// Set by a [`ListenerConfig`](super::ListenerConfig).
     pub(super) user_data: Bytes,
     pub(super) protection_domain: Option<ProtectionDomain>,
     pub(super) source: Source,
@@ -141,8 +127,8 @@ impl Default for ConnectionConfig {
 
 impl ConnectionConfig {
     /// Returns the default settings of byte streams: 24 receive buffers of 32 KiB, 8 spare and 16
-    /// send buffers, 1.7 MiB in all when in use. [`max_message`](Self::max_message) does not limit
-    /// the stream, but the pieces that the peer reads from memory.
+    /// send buffers, 1.7 MiB in all when in use. [`max_message`](Self::max_message) limits only the
+    /// pieces that the peer reads from memory.
     pub fn for_streams() -> Self {
         Self::default()
             .receive_buffer_size(32 << 10)
@@ -160,7 +146,7 @@ impl ConnectionConfig {
 
     /// Sets how many messages the peer may have in flight before the application receives any;
     /// default 64: 32 in flight each way plus the delay of credit updates. The peer may send one
-    /// more message than that. Four further receives are for control frames.
+    /// more. Four further receives are for control frames.
     pub fn receive_buffers(mut self, buffers: u32) -> Self {
         self.receive_buffers = buffers;
         self
@@ -168,15 +154,15 @@ impl ConnectionConfig {
 
     /// Sets how many received messages the application may hold without a copy; default 32, at most
     /// 1,048,576. Further messages are copied, so that they never block the peer. A connection with
-    /// only a part of its receive buffers has spare buffers in proportion. All receive buffers must
-    /// fit one registration (`DeviceAttr::max_mr_size`).
+    /// a part of its receive buffers has spare ones in proportion. All must fit one registration
+    /// (`DeviceAttr::max_mr_size`).
     pub fn spare_buffers(mut self, buffers: u32) -> Self {
         self.spare_buffers = buffers;
         self
     }
 
     /// Sets how many copied messages longer than `max_inline` may be in flight; default 64, at most
-    /// 1,048,576. The buffers must fit one registration (`DeviceAttr::max_mr_size`).
+    /// 1,048,576, in one registration (`DeviceAttr::max_mr_size`).
     pub fn send_buffers(mut self, buffers: u32) -> Self {
         self.send_buffers = buffers;
         self
@@ -197,9 +183,9 @@ impl ConnectionConfig {
     }
 
     /// Sets the longest message that `send` copies; default 64 KiB. The peer reads longer ones from
-    /// the memory of the message, without a copy but with more system calls. A copied message
-    /// longer than the peer's `receive_buffer_size` takes several buffers, at most three quarters
-    /// of those of either peer, and the receiver copies it once more.
+    /// their memory, with more system calls. A copied message longer than the peer's
+    /// `receive_buffer_size` takes several buffers, at most three quarters of those of either peer,
+    /// and the receiver copies it again.
     pub fn max_eager(mut self, bytes: u32) -> Self {
         self.max_eager = bytes;
         self
@@ -220,9 +206,8 @@ impl ConnectionConfig {
         self
     }
 
-    /// Sets how often the connection checks for idle buffers; default 5 s. If it has sent and
-    /// received no message since the last check, it deregisters the buffers beyond its first ones,
-    /// as it does when it closes.
+    /// Sets how often the connection checks for idle buffers; default 5 s. If no message was sent
+    /// or received since the last check, it deregisters the buffers beyond its first ones.
     pub fn shrink_after(mut self, time: Duration) -> Self {
         self.shrink_after = time;
         self
@@ -230,7 +215,7 @@ impl ConnectionConfig {
 
     /// Sets the longest accepted message; default 64 MiB. The peer can make this process allocate
     /// that much. With 0, only empty messages are accepted. The peer's `send` refuses longer
-    /// messages; a peer that sends one anyway commits a [`Violation`](super::Violation).
+    /// messages; sending one anyway is a [`Violation`](super::Violation).
     pub fn max_message(mut self, bytes: u64) -> Self {
         self.max_message = bytes;
         self
@@ -239,7 +224,7 @@ impl ConnectionConfig {
     /// Sets the memory for long messages that the application has not received yet; default 16 MiB,
     /// which fits processor caches. One message is always fetched; others wait at the sender.
     /// Choose no more than the device fetches within the `timeout` of the
-    /// [`keepalive`](Self::keepalive), because answers to it queue behind fetches.
+    /// [`keepalive`](Self::keepalive), whose answers queue behind fetches.
     pub fn receive_memory(mut self, bytes: u64) -> Self {
         self.receive_memory = bytes;
         self
@@ -256,11 +241,11 @@ impl ConnectionConfig {
     /// connection with [`CloseReason::Silent`](super::CloseReason::Silent) after another `timeout`.
     /// Default 5 s and 10 s; `None` disables it. The peer's driver answers, so this detects a stuck
     /// runtime, whereas retransmission detects a lost device within seconds. The first `Ping` may
-    /// be late by another `interval`, because arrivals are counted and not timed.
+    /// be late by another `interval`.
     ///
-    /// The answer queues behind READs and WRITEs of the peer's application and behind fetched
-    /// messages. If these may take longer than `timeout`, raise it, or reduce the operations in
-    /// flight or [`receive_memory`](Self::receive_memory).
+    /// The answer queues behind READs, WRITEs and fetched messages of the peer's application. If
+    /// these may take longer than `timeout`, raise it, or reduce the operations in flight or
+    /// [`receive_memory`](Self::receive_memory).
     pub fn keepalive(mut self, times: Option<(Duration, Duration)>) -> Self {
         self.keepalive = times;
         self
@@ -288,15 +273,15 @@ impl ConnectionConfig {
     }
 
     /// Sets the path of this side's packets, for example their traffic class; see [`PathConfig`]
-    /// for defaults. The peer's packets have the path of the peer's settings.
+    /// for defaults.
     pub fn path(mut self, path: PathConfig) -> Self {
         self.path = path;
         self
     }
 
     /// Sets how shared completion queues are polled; by events unless set. With events there are
-    /// two, one for sends and one for receives, otherwise one for both. Connections of the same
-    /// runtime, device and mode share them; a multi-threaded runtime has one set per worker thread.
+    /// two, for sends and receives, otherwise one. Connections of the same runtime (or worker
+    /// thread of a multi-threaded one), device and mode share them.
     pub fn mode(mut self, mode: CompletionMode) -> Self {
         self.completions = Completions::Mode(mode);
         self
@@ -324,26 +309,27 @@ impl ConnectionConfig {
     }
 
     /// Creates the queue pair in this protection domain. By default each connection has its own, so
-    /// that memory exposed to one peer is inaccessible to others; buffers of one connection are
-    /// then unusable in another.
+    /// memory exposed to one peer is inaccessible to others, and buffers cannot move between
+    /// connections.
     pub fn protection_domain(mut self, pd: &ProtectionDomain) -> Self {
         self.protection_domain = Some(pd.clone());
         self
     }
 
-    /// Selects the port and GID that reach this peer; default [`Device::default_path`]. The last
-    /// call of this or [`source`](Self::source) counts.
+    /// Selects the port and GID that reach this peer, as
+    /// [`QueuePairBuilder::peer`](crate::op::QueuePairBuilder::peer) does; default
+    /// [`Device::default_path`]. The last call of this or [`source`](Self::source) counts.
     ///
     /// This is for [`Connection::prepare`](super::Connection::prepare). By address, the connection
     /// manager selects the path: other peers fail with [`SetupError::Mismatch`], or are rejected by
-    /// a listener. See [`QueuePairBuilder::peer`](crate::op::QueuePairBuilder::peer).
+    /// a listener.
     pub fn peer(mut self, peer: impl Into<Gid>) -> Self {
         self.source = Source::To(peer.into());
         self
     }
 
     /// Sends from this entry of this port's GID table, with the same restrictions as
-    /// [`peer`](Self::peer). See [`QueuePairBuilder::source`](crate::op::QueuePairBuilder::source).
+    /// [`peer`](Self::peer).
     pub fn source(mut self, port: PortNum, gid_index: u8) -> Self {
         self.source = Source::From(port, gid_index);
         self
@@ -389,7 +375,7 @@ impl ConnectionConfig {
         Self { service: Service::Bytes, ..self.clone() }
     }
 
-    /// Returns the connection manager's settings, which leave `capacity` bytes for the handshake.
+    /// Leaves `capacity` bytes for the handshake.
     pub(super) fn cm_config(&self, capacity: usize) -> Result<cm::ConnectConfig, HandshakeError> {
         let (len, allowed) = (self.user_data.len(), capacity - Handshake::LEN);
         if len > allowed {
@@ -402,8 +388,8 @@ impl ConnectionConfig {
         Ok(cm.retries(self.retries).private_data(handshake))
     }
 
-    /// Returns the protocol's settings for a queue pair that takes `max_inline` bytes, of which
-    /// frames end with `trailer` bytes of header.
+    /// For a queue pair that takes `max_inline` bytes, of which frames end with `trailer` bytes of
+    /// header.
     pub(super) fn protocol(&self, max_inline: u32, trailer: usize) -> Settings {
         Settings {
             service: self.service,
@@ -425,13 +411,13 @@ impl ConnectionConfig {
         }
     }
 
-    /// Returns the bytes of a header at the end of each frame on this device: none if headers are
-    /// immediate data. All iWARP devices agree, even those that have immediate data.
+    /// The length of a header at the end of each frame: 0 if headers are immediate data. All iWARP
+    /// devices agree, even those that have immediate data.
     pub(super) fn trailer(&self, device: &Device) -> usize {
         if self.is_iwarp(device) { TRAILER } else { 0 }
     }
 
-    /// Returns true if frames end with their header, and the connecting side sends the first one.
+    /// If true, frames end with their header, and the connecting side sends the first one.
     pub(super) fn is_iwarp(&self, device: &Device) -> bool {
         #[cfg(test)]
         if self.like_iwarp {

@@ -1,13 +1,9 @@
-//! The driver: a task that runs a connection while the application is idle.
-//!
-//! Other tasks and the waker of operations ([`ConnectionWaker`]) make progress too. Only the
-//! driver:
+//! The driver: a task that runs a connection while the application is idle. Other tasks and the
+//! waker of operations ([`ConnectionWaker`]) make progress too. Only the driver:
 //!
 //! - executes deadlines (`ConnectionState::on_deadline`)
 //! - notices that the peer has disconnected (`ConnectionState::on_disconnect`)
-//! - closes the queue pair after termination, for which `Connection::close` waits
-//!
-//! It exits when the queue pair is closed.
+//! - closes the queue pair after termination, for which `Connection::close` waits, and exits
 //!
 //! [`ConnectionWaker`]: super::shared::ConnectionWaker
 
@@ -32,7 +28,7 @@ pub(super) fn drive(
     shared: Arc<ConnectionInner>,
     link: Option<Arc<CmConnection>>,
 ) -> impl Future<Output = ()> + Send {
-    // Created before the first poll: a runtime may drop an unpolled task.
+    // A runtime may drop an unpolled task.
     let mut guard = ShutdownGuard { shared: Some(shared.clone()) };
     async move {
         let mut sleep = Sleep::new(clock::deadline(Duration::MAX));
@@ -65,9 +61,9 @@ pub(super) fn drive(
                 "waited for the Abort frame"
             );
         }
-        // Flushes operations in flight. After `stop_sending` no marker can be posted, and
-        // operations without a completion end as closed when the queue pair is destroyed. If the
-        // device does not flush, memory that it may access stays allocated until then.
+        // After `stop_sending` no marker can be posted, and operations without a completion end as
+        // closed when the queue pair is destroyed. If the device does not flush, memory that it may
+        // access stays allocated until then.
         if timeout(LINGER, shared.qp.clone().close()).await.is_none() {
             rdma_provider::warn!(
                 qpn = %shared.qp.qpn(),
@@ -94,7 +90,7 @@ fn poll(
     disconnected: Pin<&mut impl Future<Output = ()>>,
     context: &mut Context<'_>,
 ) -> Poll<()> {
-    // When ready, the connection has terminated and this is not polled again.
+    // The connection has terminated, and this is not polled again.
     if disconnected.poll(context).is_ready() {
         shared.with(|state, driver| state.on_disconnect(driver));
     }
@@ -117,8 +113,7 @@ struct ShutdownGuard {
 impl Drop for ShutdownGuard {
     fn drop(&mut self) {
         if let Some(shared) = &self.shared {
-            // Under one lock, or a task of another runtime could find the flush first and take it
-            // for the reason.
+            // Under one lock, or a task of another runtime could take the flush for the reason.
             let state_change = shared.with(|state, _| {
                 let error = crate::types::QpAttr::to_state(crate::types::QpState::Err);
                 let state_change = shared.qp.modify(&error);

@@ -17,7 +17,7 @@ use super::state::ConnectionState;
 use crate::waiters::{Caller, Ticket};
 
 impl ConnectionState {
-    /// Handles a failed operation, which has failed the queue pair, too.
+    /// The failure has failed the queue pair, too.
     pub(super) fn on_failure(
         &mut self,
         failure: CloseReason,
@@ -127,7 +127,6 @@ impl ConnectionState {
         }
     }
 
-    /// Detaches all operations except `abort` and receives.
     fn release(&mut self, abort: Option<Sent>) {
         let Some(Outcome { reason, readable }) = self.protocol.phase().outcome() else {
             unreachable!("only termination releases")
@@ -155,7 +154,6 @@ impl ConnectionState {
         self.protocol.sending.detach(usize::from(abort.is_some()));
         self.outbox.sends.extend(abort);
         later::dispose(self.memory.jobs.take());
-        // Whichever task found the reason.
         self.io.wake_driver();
     }
 
@@ -173,7 +171,7 @@ impl ConnectionState {
         self.progress(waker);
     }
 
-    /// Makes the application receive the messages that have arrived, and then the end.
+    /// The application receives the messages that have arrived, and then the end.
     pub(super) fn drain(&mut self, waker: &Waker) {
         self.take_arrived(waker);
         self.inbox.drain();
@@ -233,8 +231,7 @@ impl ConnectionState {
         self.act(actions);
     }
 
-    /// Terminates at once. Nothing is posted afterwards, not even queued operations or an `Abort`
-    /// behind them.
+    /// Posts nothing afterwards, not even queued operations or an `Abort` behind them.
     pub(crate) fn abort(&mut self, reason: CloseReason, waker: &Waker) {
         if self.close_reason().is_some() {
             return;
@@ -252,8 +249,7 @@ impl ConnectionState {
         self.on(Event::Abort(reason));
     }
 
-    /// Returns true if the peer's device has acknowledged the `Abort`, the last frame of a dropped
-    /// connection.
+    /// The `Abort` is the last frame of a dropped connection.
     pub(super) fn is_abort_acknowledged(&mut self, waker: &Waker) -> bool {
         let context = &mut Context::from_waker(waker);
         let last = self.outbox.sends.len().checked_sub(1);
@@ -261,7 +257,7 @@ impl ConnectionState {
             && last.is_none_or(|last| self.poll_sent(last, context).is_ready())
     }
 
-    /// Takes all frames that have arrived, even those that the busy-poll thread has not polled.
+    /// Includes frames that the busy-poll thread has not polled.
     fn take_arrived(&mut self, waker: &Waker) {
         self.io.qp.drain_completions();
         for _ in 0..=self.receives.posted.len() / BATCH {
@@ -269,7 +265,7 @@ impl ConnectionState {
         }
     }
 
-    /// Terminates after a disconnect. Frames that arrived earlier count.
+    /// Frames that arrived before the disconnect count.
     pub(super) fn on_disconnect(&mut self, waker: &Waker) {
         self.take_arrived(waker);
         let reason = if self.protocol.flow.is_over() {

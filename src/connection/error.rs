@@ -13,16 +13,15 @@ use crate::cm::ConnectError;
 use crate::error::{LimitError, NoRuntime, OpErrorKind, SetupError};
 use crate::types::WcStatus;
 
-/// An error of sending or receiving a message.
+/// An error of sending or receiving a message. A failed send has sent nothing.
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum MessageError {
-    /// The message exceeds the peer's limit; nothing was sent.
+    /// The message exceeds the peer's limit.
     TooLong(LimitError),
-    /// This handle or another one has finished sending; nothing was sent.
+    /// This handle or another one has finished sending.
     Finished,
-    /// Memory for the message could not be registered. Nothing was sent, or the message can still
-    /// be received.
+    /// Memory for the message could not be registered. A received message can still be received.
     Register(SetupError),
     /// The connection is closed.
     Closed(CloseReason),
@@ -32,8 +31,7 @@ pub enum MessageError {
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum TrySendError {
-    /// A credit, a send buffer or send memory is missing, or other sends wait. Holds the message,
-    /// which was not sent.
+    /// The send would have to wait. Holds the message.
     Full(Bytes),
     /// The message cannot be sent.
     Failed(MessageError),
@@ -53,16 +51,15 @@ pub enum CloseReason {
     Dropped,
     /// The connection manager reported a disconnect before the peer finished.
     Disconnected,
-    /// The listener had answered the request but does not know the connection: it evicted the
-    /// handshake before the confirmation arrived, which forged requests can cause, or another
+    /// The listener does not know the connection, although it had answered the request: it evicted
+    /// the handshake before the confirmation arrived, which forged requests can cause, or another
     /// process has taken its place. It received no message. Connect again.
     Unconfirmed,
     /// The listener reached a connection limit after it had answered this request; its application
     /// has not seen the connection. Later requests fail with [`EstablishError::Refused`].
     Refused(RefusalReason),
-    /// The peer's application called
-    /// [`ConnectionRequest::reject`](super::ConnectionRequest::reject) after its device had
-    /// answered.
+    /// The peer's application [rejected](super::ConnectionRequest::reject) the request after its
+    /// device had answered.
     Rejected,
     /// An operation on the connection failed. A failure at the peer is reported rather than the
     /// flush that follows it.
@@ -265,8 +262,7 @@ pub enum EstablishError {
         /// Defect of its handshake.
         error: HandshakeError,
     },
-    /// The peer's application called
-    /// [`ConnectionRequest::reject`](super::ConnectionRequest::reject).
+    /// The peer's application [rejected](super::ConnectionRequest::reject) the request.
     Rejected {
         /// Address of the listener.
         address: SocketAddr,

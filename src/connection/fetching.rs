@@ -106,14 +106,13 @@ impl ConnectionState {
             (_, Ok(made)) => later::dispose(made),
         }
         self.progress(waker);
-        // This thread belongs to the driver's runtime, which may not run. The task that waits for
-        // the message watches the READ too.
+        // This thread belongs to the driver's runtime, which may not run, so the task that waits
+        // for the message watches the READ, too.
         if !self.inbox.fetching.is_empty() {
             self.wake_receivers();
         }
     }
 
-    /// Discards messages and notifications after `close`.
     pub(super) fn discard(&mut self) {
         // Offers are not fetched any more; fetches in progress are awaited.
         while self.inbox.fetching.is_empty()

@@ -61,23 +61,20 @@ use rdma_provider::cm_contract::MAX_REQUEST_DATA;
 ///
 /// # Sink and stream
 ///
-/// Each handle is a [`Sink`] and a [`Stream`] of messages, too. The sink holds one message that
-/// could not be sent yet. [`send`](Self::send) on the same handle overtakes it, but other handles
-/// wait for it: poll the sink, or drop the handle. `SinkExt::close` sends the message and finishes;
-/// dropping the handle does neither.
+/// Each handle is also a [`Sink`] and a [`Stream`] of messages. The sink holds at most one message
+/// that could not be sent yet. [`send`](Self::send) on the same handle overtakes it, but other
+/// handles wait for it: poll the sink, or drop the handle. `SinkExt::close` sends it and finishes.
 ///
 /// # Closing
 ///
 /// [`finish`](Self::finish) ends the messages to the peer, whose [`recv`](Self::recv) then returns
-/// `None`. [`close`](Self::close) finishes and waits for the peer to finish. When both have
-/// finished and all messages have arrived, the connection closes cleanly. Any other termination is
-/// an error with a [`CloseReason`] for both peers. Sends on a closed connection fail with
-/// [`MessageError::Closed`], and operations with
-/// [`OpErrorKind::Closed`](crate::OpErrorKind::Closed).
+/// `None`. When both peers have finished and all messages have arrived, the connection closes
+/// cleanly; [`close`](Self::close) waits for that. Any other termination is an error with a
+/// [`CloseReason`] for both peers.
 ///
 /// Dropping the last handle after `recv` has returned `None` finishes, without a report whether the
-/// last messages arrived. Otherwise it aborts ([`CloseReason::Dropped`]). Both continue in the
-/// background for at most one second; messages not fetched by then are lost.
+/// last messages arrived. Otherwise it aborts ([`CloseReason::Dropped`]). Both take at most one
+/// second in the background; messages not fetched by then are lost.
 ///
 /// # One-sided operations
 ///
@@ -86,12 +83,16 @@ use rdma_provider::cm_contract::MAX_REQUEST_DATA;
 /// them delay messages and answers to the peer. An operation that fails at the peer closes the
 /// connection.
 ///
+/// # Errors
+///
+/// On a closed connection, messages fail with [`MessageError::Closed`], which contains the reason,
+/// and operations with [`OpErrorKind::Closed`](crate::OpErrorKind::Closed).
+///
 /// # Cancel safety
 ///
 /// A dropped future loses no message: its `send` has sent nothing, and the next `recv` returns the
-/// message. Dropping the future of a one-sided operation does not stop the
-/// [`Operation`](crate::op::Operation). The [`Sink`] keeps what `start_send` was given, and sends
-/// it once it is polled again.
+/// message. It does not stop the [`Operation`](crate::op::Operation) that it waits for. The
+/// [`Sink`] keeps what `start_send` was given until it is polled again.
 ///
 /// [`Sink`]: futures::Sink
 /// [`Stream`]: futures::Stream
@@ -109,7 +110,6 @@ pub(crate) struct Handle {
     pub(crate) buffer_size: usize,
     peer: Handshake,
     pub(crate) user_data: Bytes,
-    /// Local and peer address.
     pub(crate) addresses: Option<(SocketAddr, SocketAddr)>,
 }
 
@@ -130,13 +130,11 @@ impl Handle {
         .await
     }
 
-    /// Returns the registered buffer that already contains `bytes`, if any.
     #[inline]
     pub(super) fn as_buffer(&self, bytes: &Bytes) -> Option<Buf> {
         Buf::of_bytes(bytes, self.shared.qp.protection_domain())
     }
 
-    /// Returns the local address and the peer's.
     pub(crate) fn addresses(&self) -> io::Result<(SocketAddr, SocketAddr)> {
         self.addresses.ok_or_else(|| io::ErrorKind::NotConnected.into())
     }
@@ -153,15 +151,7 @@ impl Drop for Handle {
 }
 
 impl Connection {
-    /// Like [`connect_with`](Self::connect_with), with default settings.
-    ///
-    /// # Errors
-    ///
-    /// As `connect_with`.
-    ///
-    /// # Cancel safety
-    ///
-    /// As `connect_with`.
+    /// Calls [`connect_with`](Self::connect_with) with default settings.
     pub async fn connect(
         device: &Device,
         address: impl ToSocketAddrs + fmt::Debug,
@@ -175,16 +165,14 @@ impl Connection {
     ///
     /// - [`EstablishError::NoRuntime`]: no Tokio runtime with an I/O driver.
     /// - [`EstablishError::Connect`]: also after
-    ///   [`connect_timeout`](ConnectionConfig::connect_timeout).
+    ///   [`connect_timeout`](ConnectionConfig::connect_timeout), or with [`SetupError::Mismatch`]
+    ///   if no address has the configured [`peer`](ConnectionConfig::peer) or
+    ///   [`source`](ConnectionConfig::source).
     /// - [`EstablishError::Setup`]: unsupported settings.
     /// - [`EstablishError::Handshake`]: [`user_data`](ConnectionConfig::user_data) too long.
-    /// - [`EstablishError::OtherProtocol`]: not a listener of this kind.
+    /// - [`EstablishError::OtherProtocol`]: the address is not a `Listener`'s.
     /// - [`EstablishError::Rejected`]: by the peer's application.
     /// - [`EstablishError::Refused`]: a connection limit of the listener, or its shutdown.
-    ///
-    /// Addresses whose path differs from [`peer`](ConnectionConfig::peer) or
-    /// [`source`](ConnectionConfig::source) are skipped; if none is left, the error is
-    /// [`ConnectError::Setup`](cm::ConnectError::Setup) with [`SetupError::Mismatch`].
     ///
     /// # Cancel safety
     ///
@@ -226,9 +214,8 @@ impl Connection {
     ///
     /// # Errors
     ///
-    /// [`SetupError::Limit`] or [`SetupError::TooSmall`] for a setting, [`SetupError::NoGid`]
-    /// without an active port or the requested entry; otherwise see
-    /// [`QueuePairBuilder::build`](crate::op::QueuePairBuilder::build).
+    /// As for [`QueuePairBuilder::build`](crate::op::QueuePairBuilder::build), with the limits of
+    /// the settings.
     pub fn prepare(
         pd: &ProtectionDomain,
         config: &ConnectionConfig,
@@ -241,22 +228,16 @@ impl Connection {
     }
 
     /// Sends a message. Waits for a credit of the peer and, if the message is long, for
-    /// [`send_memory`](ConnectionConfig::send_memory). [`flush`](Self::flush) waits for its
-    /// arrival.
+    /// [`send_memory`](ConnectionConfig::send_memory), but not for its [arrival](Self::flush).
     ///
     /// Messages up to [`max_eager`](ConnectionConfig::max_eager) are copied; the peer reads longer
-    /// ones. If at least 4 KiB are part of a registered buffer, for example one that was received,
-    /// they are sent like [`send_buffer`](Self::send_buffer), without a copy.
+    /// ones. At least 4 KiB of a registered buffer, for example a received one, are sent like
+    /// [`send_buffer`](Self::send_buffer).
     ///
     /// # Errors
     ///
     /// [`MessageError::TooLong`], [`MessageError::Finished`], [`MessageError::Register`], or
-    /// [`MessageError::Closed`] on a closed connection, which also loses messages in flight.
-    /// Nothing of this message was sent.
-    ///
-    /// # Cancel safety
-    ///
-    /// If the future is dropped before it is ready, the message is not sent.
+    /// [`MessageError::Closed`], which also loses messages in flight. The message was not sent.
     pub async fn send(&self, message: impl Into<Bytes>) -> Result<(), MessageError> {
         let message = message.into();
         let buffer = self.handle.as_buffer(&message);
@@ -265,32 +246,16 @@ impl Connection {
 
     /// Like [`send`](Self::send), but sends a registered buffer without a copy if it belongs to the
     /// connection's [protection domain](Self::protection_domain), as buffers of
-    /// [`try_alloc`](Self::try_alloc) do. The buffer returns to its pool when the peer's device has
-    /// the message and the last view is dropped.
-    ///
-    /// # Errors
-    ///
-    /// As [`send`](Self::send).
-    ///
-    /// # Cancel safety
-    ///
-    /// As [`send`](Self::send).
+    /// [`try_alloc`](Self::try_alloc) do. It returns to its pool when the peer's device has the
+    /// message and the last view is dropped.
     pub async fn send_buffer(&self, buffer: impl Into<Buf>) -> Result<(), MessageError> {
         let buffer = buffer.into();
         self.send_outgoing(Outgoing::Buffer(&buffer)).await
     }
 
-    /// Like [`send`](Self::send), but sends the concatenation of `parts` as one message. Messages
-    /// longer than [`max_eager`](ConnectionConfig::max_eager) are first copied into one allocation,
-    /// which does not count as `send_memory` while it waits. Without parts, the message is empty.
-    ///
-    /// # Errors
-    ///
-    /// As [`send`](Self::send).
-    ///
-    /// # Cancel safety
-    ///
-    /// As [`send`](Self::send).
+    /// Like [`send`](Self::send), but sends the concatenation of `parts`, which may be none, as one
+    /// message. If that is longer than [`max_eager`](ConnectionConfig::max_eager), it is first
+    /// copied into one allocation, which does not count as `send_memory` while it waits.
     pub async fn send_vectored(&self, parts: &[Bytes]) -> Result<(), MessageError> {
         if let [message] = parts {
             let buffer = self.handle.as_buffer(message);
@@ -323,7 +288,7 @@ impl Connection {
 
     /// Returns the next message, or `None` after the peer has finished.
     ///
-    /// Messages up to 256 bytes are copied. So are all until the connection has
+    /// Messages up to 256 bytes are copied, and so are all until the connection has
     /// [grown](ConnectionConfig::preallocate), and while the application holds
     /// [`spare_buffers`](ConnectionConfig::spare_buffers) messages. The buffer of any other message
     /// is reused when the last clone is dropped.
@@ -331,10 +296,6 @@ impl Connection {
     /// # Errors
     ///
     /// [`MessageError::Closed`] after the last message if the peer has not finished.
-    ///
-    /// # Cancel safety
-    ///
-    /// If the future is dropped before it is ready, no message is lost.
     pub async fn recv(&self) -> Result<Option<Bytes>, MessageError> {
         let shared = &self.handle.shared;
         let mut guard = WaitGuard::new(shared, ConnectionState::withdraw_receiver);
@@ -346,25 +307,20 @@ impl Connection {
         .await
     }
 
-    /// Like [`recv`](Self::recv), but returns memory that is registered in the connection's
-    /// [protection domain](Self::protection_domain), for operations without a copy.
+    /// Like [`recv`](Self::recv), but returns memory registered in the connection's [protection
+    /// domain](Self::protection_domain).
     ///
-    /// A message in one frame stays in its receive buffer, however short it is, if a [spare
-    /// buffer](ConnectionConfig::spare_buffers) is free. A long message stays where it was fetched,
-    /// up to 1 MiB. Any other message is copied once, into a buffer as from
+    /// A message in one frame stays in its receive buffer if a [spare
+    /// buffer](ConnectionConfig::spare_buffers) is free, and a long message up to 1 MiB where it
+    /// was fetched. Any other message is copied once, into a buffer as from
     /// [`try_alloc`](Self::try_alloc), which does not count as
-    /// [`receive_memory`](ConnectionConfig::receive_memory). Above 64 KiB, memory for the copy is
-    /// registered during the call, which may take milliseconds.
+    /// [`receive_memory`](ConnectionConfig::receive_memory). Above 64 KiB, its registration during
+    /// the call may take milliseconds.
     ///
     /// # Errors
     ///
-    /// As [`recv`](Self::recv), and [`MessageError::Register`] if memory for a copy cannot be
-    /// registered or the copy would exceed `u32::MAX` bytes; the message can then still be
-    /// received.
-    ///
-    /// # Cancel safety
-    ///
-    /// As [`recv`](Self::recv).
+    /// As for `recv`, and [`MessageError::Register`] if memory for a copy cannot be registered or
+    /// the copy would exceed `u32::MAX` bytes; the message can then still be received.
     pub async fn recv_buffer(&self) -> Result<Option<Buf>, MessageError> {
         let shared = &self.handle.shared;
         let mut guard = WaitGuard::new(shared, ConnectionState::withdraw_receiver);
@@ -401,15 +357,11 @@ impl Connection {
     ///
     /// ```
     /// use futures::StreamExt;
-    /// use tokio_rdma::{Access, Connection, Imm, Listener, RemoteRegion};
-    /// # use tokio_rdma::Device;
+    /// use tokio_rdma::{Access, Imm, RemoteRegion};
+    /// # use tokio_rdma::*;
     ///
-    /// # #[tokio::main(flavor = "current_thread")]
-    /// # async fn main() -> Result<(), Box<dyn std::error::Error>> {
-    /// # let device = Device::software()?;
-    /// # let listener = Listener::bind(&device, "127.0.0.1:0").await?;
-    /// # let connecting = Connection::connect(&device, listener.local_addr()?);
-    /// # let (theirs, ours) = tokio::try_join!(listener.accept(), connecting)?;
+    /// # async fn example(ours: Connection, theirs: Connection)
+    /// # -> Result<(), Box<dyn std::error::Error>> {
     /// let region = theirs.expose(vec![0; 4096], Access::REMOTE_WRITE)?;
     /// theirs.send(region.grant()).await?;
     /// let grant = ours.recv().await?.ok_or("no message")?;
@@ -418,9 +370,6 @@ impl Connection {
     /// ours.write_with_imm(ours.copy_from(b"block 7")?, remote.slice(..7)?, Imm(7)).await?;
     /// let notification = theirs.notifications().next().await.ok_or("the peer has finished")??;
     /// assert_eq!((notification.imm, notification.len), (Imm(7), 7));
-    /// let mut block = [0; 7];
-    /// region.read(0, &mut block)?;
-    /// assert_eq!(&block, b"block 7");
     /// # Ok(())
     /// # }
     /// ```
@@ -429,14 +378,6 @@ impl Connection {
     }
 
     /// Waits until all messages sent so far have arrived, long ones by a fetch.
-    ///
-    /// # Errors
-    ///
-    /// [`MessageError::Closed`] with the reason.
-    ///
-    /// # Cancel safety
-    ///
-    /// Dropping the future loses nothing.
     pub async fn flush(&self) -> Result<(), MessageError> {
         let shared = &self.handle.shared;
         let mut guard = WaitGuard::new(shared, ConnectionState::withdraw_flusher);
@@ -453,10 +394,6 @@ impl Connection {
 
     /// Finishes sending, for all handles. Pending sends fail with [`MessageError::Finished`]. The
     /// peer may continue to send.
-    ///
-    /// # Errors
-    ///
-    /// [`MessageError::Closed`] with the reason.
     pub fn finish(&self) -> Result<(), MessageError> {
         self.handle.shared.with(|state, waker| state.finish(waker))
     }
@@ -493,16 +430,14 @@ impl Connection {
     ///
     /// - Pending sends and receives fail with [`CloseReason::Aborted`]; arrived messages are
     ///   discarded.
-    /// - New operations fail with [`OpErrorKind::Closed`](crate::OpErrorKind::Closed), and queued
-    ///   ones are never carried out.
-    /// - Operations in flight may still be carried out, and the device uses their buffers.
-    ///
-    /// Operations complete when the peer's device acknowledges the `Abort` frame, after at most one
-    /// second, or when the runtime shuts down. [`close`](Self::close) waits for that.
+    /// - New operations fail, and queued ones are never carried out.
+    /// - Operations in flight may still be carried out. They complete, and release their buffers,
+    ///   when the peer's device acknowledges the `Abort` frame, after at most one second, or when
+    ///   the runtime shuts down. [`close`](Self::close) waits for that.
     ///
     /// The peer gets [`CloseReason::Dropped`], or [`CloseReason::Disconnected`] if the connection
-    /// manager is faster. If the `Abort` cannot be sent, for example for lack of a credit or behind
-    /// queued operations, a peer without a connection manager notices the end only by
+    /// manager is faster. If the `Abort` cannot be sent, for example for lack of a credit, a peer
+    /// without a connection manager notices the end only by
     /// [`keepalive`](ConnectionConfig::keepalive) or a failed operation.
     pub fn abort(&self) {
         self.handle.shared.abort(CloseReason::Aborted);
@@ -514,36 +449,9 @@ impl Connection {
         self.handle().close_reason()
     }
 
-    /// Waits until the connection has closed, and returns the reason. Does not close the
-    /// connection. Messages that have arrived can still be received, except after
-    /// [`close`](Self::close) and [`abort`](Self::abort). Use it to notice a lost peer while
-    /// waiting for other events:
-    ///
-    /// ```
-    /// use tokio_rdma::{CloseReason, Connection, Listener};
-    /// # use tokio_rdma::Device;
-    ///
-    /// # #[tokio::main(flavor = "current_thread")]
-    /// # async fn main() -> Result<(), Box<dyn std::error::Error>> {
-    /// # let device = Device::software()?;
-    /// # let listener = Listener::bind(&device, "127.0.0.1:0").await?;
-    /// # let connecting = Connection::connect(&device, listener.local_addr()?);
-    /// # let (theirs, ours) = tokio::try_join!(listener.accept(), connecting)?;
-    /// # let work = std::future::pending::<()>();
-    /// drop(ours);
-    /// tokio::select! {
-    ///     () = work => {}
-    ///     reason = theirs.closed() => {
-    ///         assert!(matches!(reason, CloseReason::Dropped | CloseReason::Disconnected));
-    ///     }
-    /// }
-    /// # Ok(())
-    /// # }
-    /// ```
-    ///
-    /// # Cancel safety
-    ///
-    /// Dropping the future changes nothing.
+    /// Waits until the connection has closed, and returns the reason; use it in `tokio::select!` to
+    /// notice a lost peer. Messages that have arrived can still be received, except after
+    /// [`close`](Self::close) and [`abort`](Self::abort).
     pub async fn closed(&self) -> CloseReason {
         self.handle().closed().await
     }
@@ -564,7 +472,7 @@ impl Connection {
     ///
     /// # Errors
     ///
-    /// [`NotConnected`](io::ErrorKind::NotConnected) if the connection was not made by address, but
+    /// [`NotConnected`](io::ErrorKind::NotConnected) if the connection was
     /// [prepared](Self::prepare).
     pub fn local_addr(&self) -> io::Result<SocketAddr> {
         self.handle().addresses().map(|(local, _)| local)
@@ -574,7 +482,7 @@ impl Connection {
     ///
     /// # Errors
     ///
-    /// See [`local_addr`](Self::local_addr).
+    /// As [`local_addr`](Self::local_addr).
     pub fn peer_addr(&self) -> io::Result<SocketAddr> {
         self.handle().addresses().map(|(_, peer)| peer)
     }
@@ -591,8 +499,7 @@ impl Connection {
         self.handle().counters()
     }
 
-    /// Returns the queue pair's counters, on a software device while it is open; see
-    /// [`QueuePair::software_counters`].
+    /// Returns [`QueuePair::software_counters`].
     #[must_use]
     pub fn software_counters(&self) -> Option<(SendCounters, ReceiveCounters)> {
         self.qp().software_counters()
@@ -602,7 +509,7 @@ impl Connection {
         Self { handle, polled: Polled::default() }
     }
 
-    /// Withdraws the sink of this handle from the queue, where it would block later sends.
+    /// Otherwise the sink of this handle would block later sends.
     pub(super) fn withdraw_sink(&self) {
         if let mut left @ Some(_) = self.polled.sending {
             self.handle.shared.with(|state, _| state.withdraw_sender(&mut left));
@@ -627,7 +534,7 @@ impl Connection {
         &self.handle
     }
 
-    /// Asks the peer for a frame now, unless [`keepalive`](ConnectionConfig::keepalive) is off.
+    /// Asks the peer for a frame, unless [`keepalive`](ConnectionConfig::keepalive) is off.
     pub(crate) fn probe(&self) {
         self.handle().shared.probe();
     }

@@ -1,5 +1,3 @@
-//! Receiving: takes frames, and hands messages to the application.
-
 use std::task::{Context, Poll, Waker};
 
 use bytes::Bytes;
@@ -15,7 +13,7 @@ use crate::memory::{BufMut, RemoteRegion};
 use crate::op::Received;
 use crate::waiters::{Caller, Ticket};
 
-/// The number of frames taken before the task yields.
+/// Frames taken before the task yields.
 pub(super) const BATCH: usize = 128;
 
 impl ConnectionState {
@@ -114,7 +112,7 @@ impl ConnectionState {
         Poll::Pending
     }
 
-    /// Returns `Some` if no notification follows, with a reason unless the peer has finished.
+    /// Returns a reason unless the peer has finished.
     fn end_of_notifications(&self) -> Option<Option<CloseReason>> {
         let reason = self.close_reason();
         if !self.protocol.phase().takes_messages() {
@@ -146,7 +144,7 @@ impl ConnectionState {
         self.poll_message(Self::take_message, ticket, waker, caller)
     }
 
-    /// Uses `memory` for a copy.
+    /// Copies into `memory`.
     pub(super) fn poll_recv_buffer(
         &mut self,
         memory: &mut Option<BufMut>,
@@ -175,8 +173,7 @@ impl ConnectionState {
         }
     }
 
-    /// Calls `take` for the next message. If that leaves the message in the inbox, a queued
-    /// receiver keeps its position.
+    /// If `take` leaves the message in the inbox, a queued receiver keeps its position.
     pub(super) fn poll_message<T>(
         &mut self,
         take: impl FnOnce(&mut Self) -> Option<T>,
@@ -204,7 +201,7 @@ impl ConnectionState {
         waker: &Waker,
         caller: &mut Caller<'_>,
     ) -> Option<Result<Option<T>, MessageError>> {
-        // Skipped in the second check of a poll: a completion since the first has called the
+        // Not in the second check of a poll: a completion since the first has called the
         // connection's waker.
         if !self.inbox.is_ready() && !caller.checks_again() {
             self.progress_for_receiver(waker);
@@ -321,8 +318,8 @@ impl ConnectionState {
         })
     }
 
-    /// Removes the first message if it is ready, and frees its credit when `convert` has its bytes.
-    /// The `bool` is true if receives can still be posted.
+    /// Frees the credit of the first message when `convert` has its bytes. The `bool` is true if
+    /// receives can still be posted.
     fn take<T>(&mut self, convert: impl FnOnce(&mut Self, Arrived, bool) -> T) -> Option<T> {
         let message = self.inbox.pop()?;
         self.counters.received += 1;
@@ -337,7 +334,7 @@ impl ConnectionState {
         Some(taken)
     }
 
-    /// Passes the frames of a message to `append`, and reposts their buffers.
+    /// Reposts the buffers.
     pub(super) fn join(
         &mut self,
         parts: usize,

@@ -26,9 +26,7 @@ pub(super) struct Inbox {
     parts: VecDeque<BufMut>,
     /// Number of the first message.
     pub(super) base: u64,
-    /// Numbers of the offers that are not fetched yet.
     pub(super) unfetched: VecDeque<u64>,
-    /// Numbers of the offers that are being fetched.
     pub(super) fetching: VecDeque<u64>,
     /// Length of the messages that are being fetched, or were fetched and are not received yet.
     pub(super) fetch_bytes: u64,
@@ -40,7 +38,6 @@ pub(super) struct Inbox {
     drained_at: Option<u64>,
 }
 
-/// A message that was offered and has been read from the peer.
 #[derive(Debug)]
 pub(crate) enum FetchedMessage {
     Registered(Buf),
@@ -86,7 +83,6 @@ pub(super) enum Next {
 pub(super) enum Incoming {
     Arrived(Arrived),
     Offered(RemoteRegion),
-    /// Memory is being registered.
     Preparing(RemoteRegion),
     Fetching(Fetch),
     Releasing,

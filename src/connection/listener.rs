@@ -38,45 +38,44 @@ use crate::error::NoRuntime;
 use crate::verbs::Device;
 use rdma_provider::cm_contract::{Admit as _, MAX_RESPONSE_DATA};
 
-/// A listener that accepts connections at an address, and a [`Stream`] of them.
-///
-/// It yields what [`accept`](Self::accept) returns, and ends after [`EstablishError::Connect`].
+/// A listener that accepts connections at an address, and a [`Stream`] of them, which ends after
+/// [`EstablishError::Connect`].
 ///
 /// ```
-/// use tokio_rdma::{Access, Connection, Device, Listener, RemoteRegion};
+/// use std::time::Duration;
+/// use tokio_rdma::{Connection, Listener};
+/// # use tokio_rdma::Device;
 ///
 /// # #[tokio::main(flavor = "current_thread")]
 /// # async fn main() -> Result<(), Box<dyn std::error::Error>> {
 /// # let device = Device::software()?;
 /// let listener = Listener::bind(&device, "127.0.0.1:0").await?;
-/// let address = listener.local_addr()?;
-/// let server = async {
-///     let peer = listener.accept().await?;
-///     let region = peer.expose(vec![0; 1 << 20], Access::REMOTE_ALL)?;
-///     peer.send(region.grant()).await?;
-///     while peer.recv().await?.is_some() {}
-///     peer.close().await?;
-///     Ok::<_, Box<dyn std::error::Error>>(())
-/// };
+/// let connecting = Connection::connect(&device, listener.local_addr()?);
+/// let (theirs, ours) = tokio::try_join!(listener.accept(), connecting)?;
+/// ours.send("request").await?;
+/// let service = tokio::spawn(async move {
+///     while let Some(request) = theirs.recv().await? {
+///         theirs.send(request).await?;
+///     }
+///     theirs.close().await
+/// });
+/// assert_eq!(ours.recv().await?.as_deref(), Some(&b"request"[..]));
+///
 /// let client = async {
-///     let conn = Connection::connect(&device, address).await?;
-///     let grant = conn.recv().await?.ok_or("no message")?;
-///     let remote = RemoteRegion::from_bytes(&grant).ok_or("not a region")?;
-///     conn.write(conn.copy_from(b"hello")?, remote.slice(..5)?).await?;
-///     let buffer = conn.read(conn.try_alloc(5)?, remote.slice(..5)?).await?;
-///     assert_eq!(&buffer[..], b"hello");
-///     assert_eq!(conn.fetch_add(remote.slice(8..16)?, 1).await?, 0);
-///     conn.close().await?;
-///     Ok::<_, Box<dyn std::error::Error>>(())
+///     assert_eq!(ours.recv().await?, None);
+///     ours.close().await
 /// };
-/// tokio::try_join!(server, client)?;
+/// let (report, closed) = tokio::join!(listener.shutdown(Duration::from_secs(30)), client);
+/// assert_eq!((report.clean, closed), (1, Ok(())));
+/// service.await??;
 /// # Ok(())
 /// # }
 /// ```
 ///
 /// # Cancel safety
 ///
-/// Dropping a future of the stream's adapters, such as `next`, loses no connection.
+/// Dropping a future of `accept`, `request` or the stream's adapters loses no connection. Dropping
+/// one of `bind` stops listening.
 pub struct Listener {
     acceptor: Arc<Acceptor>,
     ended: bool,
@@ -106,13 +105,12 @@ struct Running {
     evictable: bool,
 }
 
-/// The age from which a handshake can be evicted. It exceeds a round trip, so that simultaneous
+/// The age from which a handshake can be evicted: longer than a round trip, so that simultaneous
 /// peers do not evict each other.
 pub(super) const GRACE: Duration = Duration::from_millis(100);
 
 #[allow(clippy::large_enum_variant, reason = "it is matched where it is created")]
 enum Next {
-    /// The backlog has become full, or is no longer.
     Changed,
     Requested(Result<Requested, EstablishError>),
     Established(Result<(tokio::task::Id, Established), JoinError>),
@@ -121,8 +119,7 @@ enum Next {
 
 impl Handshakes {
     /// Returns the index in `running` of the handshake to evict: of the source with the most, the
-    /// oldest of age [`GRACE`]. Otherwise returns the time at which the next one reaches that age,
-    /// if any does.
+    /// oldest of age [`GRACE`]. Otherwise returns the time at which the next one reaches that age.
     fn victim(&self) -> Result<usize, Option<Instant>> {
         let now = clock::now();
         let mut counts: HashMap<IpAddr, usize> = HashMap::new();
@@ -132,7 +129,7 @@ impl Handshakes {
         let candidates =
             || self.running.iter().enumerate().filter(|(_, running)| running.evictable);
         let old = candidates().filter(|(_, running)| now.duration_since(running.since) >= GRACE);
-        // `min_by_key` returns the first of equal elements, which is the oldest.
+        // The first of equal elements, which is the oldest.
         let victim = old.min_by_key(|(_, running)| Reverse(counts.get(&running.source).copied()));
         victim
             .map(|(at, _)| at)
@@ -145,15 +142,11 @@ impl Handshakes {
 }
 
 impl Listener {
-    /// Like [`bind_with`](Self::bind_with), with default settings.
+    /// Calls [`bind_with`](Self::bind_with) with default settings.
     ///
     /// # Errors
     ///
-    /// As `bind_with`.
-    ///
-    /// # Cancel safety
-    ///
-    /// Dropping the future stops listening.
+    /// As for `bind_with`.
     pub async fn bind(
         device: &Device,
         address: impl ToSocketAddrs + fmt::Debug,
@@ -170,10 +163,6 @@ impl Listener {
     /// [`EstablishError::Setup`] for unsupported settings, [`EstablishError::Handshake`] if
     /// [`user_data`](ConnectionConfig::user_data) is too long, [`EstablishError::Connect`] as for
     /// [`cm::Listener::bind_with`].
-    ///
-    /// # Cancel safety
-    ///
-    /// Dropping the future stops listening.
     pub async fn bind_with(
         device: &Device,
         address: impl ToSocketAddrs + fmt::Debug,
@@ -243,15 +232,14 @@ impl Listener {
 
     /// Returns the next established connection. Rejects peers with another protocol or beyond
     /// [`max_connections`](ListenerConfig::max_connections) or
-    /// [`max_connections_per_source`](ListenerConfig::max_connections_per_source), and skips
-    /// peers that do not confirm; [`stats`](Self::stats) counts both. To decide about each peer,
-    /// use [`request`](Self::request).
+    /// [`max_connections_per_source`](ListenerConfig::max_connections_per_source), and skips peers
+    /// that do not confirm; [`stats`](Self::stats) counts both. To decide about each peer, use
+    /// [`request`](Self::request).
     ///
-    /// Tasks in the runtime of [`bind`](Self::bind), which must run meanwhile, establish
-    /// connections even before `accept` is called: up to
+    /// Tasks in the runtime of [`bind`](Self::bind), or if that has shut down, of the next call,
+    /// establish connections even before `accept` is called: up to
     /// [`handshakes`](ListenerConfig::handshakes) at once, until
-    /// [`backlog`](ListenerConfig::backlog) connections wait. If that runtime has shut down, the
-    /// next call starts them in its own. Slow peers delay no other.
+    /// [`backlog`](ListenerConfig::backlog) connections wait. Slow peers delay no other.
     ///
     /// The software device answers requests itself, as a kernel does for TCP. An unconfirmed peer
     /// costs a record of about 1 KiB. Beyond 256 records of a source its oldest is evicted; beyond
@@ -289,9 +277,8 @@ impl Listener {
     /// protocol.
     ///
     /// From the first call until the next [`accept`](Self::accept), the listener establishes no
-    /// connection itself. Connections that it established before come first, as requests that keep
-    /// the listener's settings. With a [`backlog`](ListenerConfig::backlog) of 0 there are none
-    /// unless `accept` was called.
+    /// connection itself. Connections that `accept` has established before come first, as requests
+    /// that keep the listener's settings.
     ///
     /// A request's address may be forged, yet accepting it holds a queue pair and buffers until
     /// confirmation or [eviction](ConnectionRequest::accept_with). For untrusted peers use
@@ -316,7 +303,7 @@ impl Listener {
 
     /// Stops listening, lets the applications of the accepted connections finish, and waits for at
     /// most `limit` until these are closed. Then it aborts the rest, which takes at most two more
-    /// seconds.
+    /// seconds. [`Listener`] has an example.
     ///
     /// 1. The address is released, and connections that were not accepted are aborted.
     /// 2. Each connection receives the messages that have arrived, and then `None`, as if the peer
@@ -325,37 +312,6 @@ impl Listener {
     ///    Later ones are discarded, and their clients receive `None` instead of an answer.
     /// 3. A peer that has received everything has one second to finish, instead of
     ///    [`close_timeout`](ConnectionConfig::close_timeout).
-    ///
-    /// ```
-    /// use std::time::Duration;
-    /// use tokio_rdma::{Connection, Listener};
-    /// # use tokio_rdma::Device;
-    ///
-    /// # #[tokio::main(flavor = "current_thread")]
-    /// # async fn main() -> Result<(), Box<dyn std::error::Error>> {
-    /// # let device = Device::software()?;
-    /// let listener = Listener::bind(&device, "127.0.0.1:0").await?;
-    /// let connecting = Connection::connect(&device, listener.local_addr()?);
-    /// let (theirs, ours) = tokio::try_join!(listener.accept(), connecting)?;
-    /// ours.send("request").await?;
-    /// let service = tokio::spawn(async move {
-    ///     while let Some(request) = theirs.recv().await? {
-    ///         theirs.send(request).await?;
-    ///     }
-    ///     theirs.close().await
-    /// });
-    /// assert_eq!(ours.recv().await?.as_deref(), Some(&b"request"[..]));
-    ///
-    /// let client = async {
-    ///     assert_eq!(ours.recv().await?, None);
-    ///     ours.close().await
-    /// };
-    /// let (report, closed) = tokio::join!(listener.shutdown(Duration::from_secs(30)), client);
-    /// assert_eq!((report.clean, closed), (1, Ok(())));
-    /// service.await??;
-    /// # Ok(())
-    /// # }
-    /// ```
     ///
     /// # Cancel safety
     ///
@@ -442,7 +398,7 @@ impl Acceptor {
             if let Some(next) = self.backlog.pop() {
                 return next.map(Unaccepted::accept);
             }
-            // Checked on each poll, because this future may have moved out of its runtime.
+            // On each poll, because this future may have moved out of its runtime.
             poll_fn(|context| match self.inner.watch() {
                 Ok(()) => changed.as_mut().poll(context).map(Ok),
                 Err(missing) => Poll::Ready(Err(missing)),
@@ -478,7 +434,7 @@ impl Acceptor {
             let full = handshakes.running.len() >= self.config.handshakes as usize;
             let victim = if full { handshakes.victim() } else { Err(None) };
             let mut aged = victim.err().flatten().map(Sleep::new);
-            // Dropped at the end of each round, which loses no request.
+            // Dropping it loses no request.
             let mut request = pin!(self.next_request());
             let next = poll_fn(|context| {
                 if let Poll::Ready(Some(established)) =

@@ -10,18 +10,10 @@ use crate::verbs::Device;
 /// its connections, and its limits. A [`ConnectionConfig`] converts into one with default limits.
 ///
 /// ```
-/// use tokio_rdma::{ConnectionConfig, Listener, ListenerConfig};
-/// # use tokio_rdma::Device;
+/// use tokio_rdma::{ConnectionConfig, ListenerConfig};
 ///
-/// # #[tokio::main(flavor = "current_thread")]
-/// # async fn main() -> Result<(), Box<dyn std::error::Error>> {
-/// # let device = Device::software()?;
 /// let connections = ConnectionConfig::default().receive_buffers(16);
 /// let config = ListenerConfig::new(connections).max_connections(100).backlog(16);
-/// let listener = Listener::bind_with(&device, "127.0.0.1:0", config).await?;
-/// # drop(listener);
-/// # Ok(())
-/// # }
 /// ```
 #[derive(Debug, Clone)]
 #[must_use]
@@ -50,9 +42,8 @@ impl ListenerConfig {
     /// Sets how many handshakes, at least one, run at once; default 32. A further request evicts
     /// the oldest handshake of the source address with the most handshakes, whose peer is rejected.
     ///
-    /// On the software device, a handshake holds no buffers before the peer's confirmation. On
-    /// other devices it holds them until confirmation, eviction or
-    /// [`connect_timeout`](ConnectionConfig::connect_timeout).
+    /// Except on the software device, a handshake holds buffers until the peer's confirmation,
+    /// eviction or [`connect_timeout`](ConnectionConfig::connect_timeout).
     pub fn handshakes(mut self, handshakes: u32) -> Self {
         self.handshakes = handshakes;
         self
@@ -62,7 +53,7 @@ impl ListenerConfig {
     /// 512 KiB of buffers. When the backlog is full, running handshakes are completed and later
     /// requests wait. The peer may already send, up to its credits.
     ///
-    /// Set 0 to establish nothing before [`accept`](super::Listener::accept) is called, for an
+    /// With 0, nothing is established before [`accept`](super::Listener::accept) is called, for an
     /// application that decides about each [request](super::Listener::request).
     pub fn backlog(mut self, connections: u32) -> Self {
         self.backlog = connections;
@@ -83,17 +74,16 @@ impl ListenerConfig {
     }
 
     /// Sets how many connections may be open per source address; default 1,024. Further peers get
-    /// [`RefusalReason::SourceFull`](super::RefusalReason::SourceFull) as for
+    /// [`RefusalReason::SourceFull`](super::RefusalReason::SourceFull), like those beyond
     /// [`max_connections`](Self::max_connections).
     pub fn max_connections_per_source(mut self, connections: u32) -> Self {
         self.max_connections_per_source = connections;
         self
     }
 
-    /// Closes a connection with
-    /// [`CloseReason::NoFirstMessage`](super::CloseReason::NoFirstMessage) if the peer sends no
-    /// message, or offer of a long one, within this time, at least 1 ms; disabled by default. It
-    /// limits how long a silent peer holds buffers.
+    /// Closes a connection with [`CloseReason::NoFirstMessage`](super::CloseReason::NoFirstMessage)
+    /// if the peer sends no message, or offer of a long one, within this time, at least 1 ms;
+    /// disabled by default. It limits how long a silent peer holds buffers.
     pub fn first_message_timeout(mut self, timeout: Option<Duration>) -> Self {
         self.first_message_timeout = timeout;
         self

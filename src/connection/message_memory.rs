@@ -15,7 +15,7 @@ use crate::op::{QueuePair, Read};
 use crate::types::Access;
 use crate::verbs::ProtectionDomain;
 
-/// The length of a READ: amortises headers, but lets other traffic interleave.
+/// Amortises headers, but lets other traffic interleave.
 const READ_LEN: u64 = 1 << 20;
 
 const MAX_READS: usize = 2;
@@ -46,7 +46,7 @@ impl FetchMemory {
         Self { pools: Arc::new(Pools { pd: pd.clone(), by_size }), pooled: 0, max_pooled }
     }
 
-    /// Returns a buffer, or a job to prepare one.
+    /// Returns a job if a buffer must be prepared.
     pub(super) fn find(&mut self, number: u64, len: u64) -> Result<BufMut, Job> {
         let target = match size_of_buffer(len) {
             None => Target::Parts,
@@ -152,7 +152,6 @@ impl Job {
 }
 
 impl Pools {
-    /// Also returns how many reserved bytes were not pooled.
     fn register(&self, len: u64, target: Target) -> (Result<JobOutput, SetupError>, u64) {
         let Ok(bytes) = usize::try_from(len) else {
             return (
@@ -214,7 +213,7 @@ fn release(region: ExposedRegion) -> Result<Bytes, CloseReason> {
     })
 }
 
-/// Unlike `vec!`, this does not abort the process if a peer's length is too large.
+/// Unlike `vec!`, does not abort the process if a peer's length is too large.
 fn zeroed(len: usize) -> Result<Vec<u8>, SetupError> {
     let mut memory = Vec::new();
     memory

@@ -1,7 +1,5 @@
-//! One-sided operations on the peer's memory.
-//!
-//! The only one-sided operation that consumes a receive of the peer is
-//! [`Connection::write_with_imm`], which waits for a credit: the peer would take others for frames.
+//! One-sided operations on the peer's memory. Only [`Connection::write_with_imm`] consumes a
+//! receive of the peer, for which it waits for a credit: the peer would take others for frames.
 
 use std::future::poll_fn;
 use std::ops::Range;
@@ -58,7 +56,7 @@ impl Connection {
     ///
     /// # Errors
     ///
-    /// See [`ExposedRegion::new`].
+    /// As for [`ExposedRegion::new`].
     pub fn expose<S: Storage>(
         &self,
         memory: S,
@@ -67,10 +65,9 @@ impl Connection {
         ExposedRegion::new(self.protection_domain(), memory, access)
     }
 
-    /// Grants the peer temporary access to a part of a region; see
+    /// Grants the peer access to a part of a region, see
     /// [`QueuePair::lease`](crate::QueuePair::lease). Send the [`grant`](crate::op::Lease::grant)
-    /// in a message. With a [deadline](crate::op::Lease::expire_at), the access ends even if the
-    /// peer is lost.
+    /// in a message.
     pub fn lease(
         &self,
         region: &ExposedRegion,
@@ -90,19 +87,18 @@ impl Connection {
         self.handle().try_alloc(len)
     }
 
-    /// Allocates a buffer with a copy of `bytes`.
+    /// Allocates a buffer like [`try_alloc`](Self::try_alloc), with a copy of `bytes`.
     ///
     /// # Errors
     ///
-    /// See [`try_alloc`](Self::try_alloc).
+    /// As for `try_alloc`.
     pub fn copy_from(&self, bytes: &[u8]) -> Result<BufMut, SetupError> {
         let mut buffer = self.try_alloc(bytes.len())?;
         buffer.copy_from_slice(bytes);
         Ok(buffer)
     }
 
-    /// Writes to the peer's memory like [`QueuePair::write`](crate::QueuePair::write). The data is
-    /// visible to the peer when it receives a message sent afterwards.
+    /// Writes to the peer's memory like [`QueuePair::write`](crate::QueuePair::write).
     pub fn write<B: Gather>(&self, buffer: B, remote: RemoteRegion) -> Write<B> {
         self.qp().destination().post(WorkRequest::write(remote), buffer)
     }
@@ -119,12 +115,12 @@ impl Connection {
     /// visible. The WRITE may be empty.
     ///
     /// A notification takes a receive of the peer, so it waits for a credit in the same FIFO as
-    /// [`send`](Self::send). A peer that does not take its notifications therefore receives no more
-    /// messages, either.
+    /// [`send`](Self::send). A peer that does not take notifications receives no more messages,
+    /// either.
     ///
     /// # Errors
     ///
-    /// As [`write`](Self::write), and [`OpErrorKind::Closed`](crate::OpErrorKind::Closed) after
+    /// As for `write`, and [`OpErrorKind::Closed`](crate::OpErrorKind::Closed) after
     /// [`finish`](Self::finish).
     ///
     /// # Cancel safety
@@ -173,36 +169,14 @@ impl Connection {
 
     /// Posts WRITEs and READs with one doorbell, like
     /// [`QueuePair::post_batch`](crate::QueuePair::post_batch). If they do not all fit the send
-    /// queue, they are queued one by one.
-    ///
-    /// ```
-    /// # use tokio_rdma::{Access, Batch, Connection, RemoteRegion};
-    /// # async fn example(connection: &Connection, remote: RemoteRegion)
-    /// # -> Result<(), Box<dyn std::error::Error>> {
-    /// let mut batch = Batch::new();
-    /// for (block, bytes) in [[1; 512], [2; 512]].iter().enumerate() {
-    ///     let start = 512 * block as u64;
-    ///     batch.write(connection.copy_from(bytes)?, remote.slice(start..start + 512)?);
-    /// }
-    /// batch.read(connection.try_alloc(64)?, remote.slice(1024..1088)?);
-    /// let buffers = connection.post_batch(batch).await.into_buffers()?;
-    /// println!("{:?}", &buffers[2][..]);
-    /// # Ok(())
-    /// # }
-    /// ```
-    ///
-    /// READs may be answered after later WRITEs are carried out, unless [`Batch::fence`] separates
-    /// them.
+    /// queue, they are queued one by one. READs may be answered after later WRITEs are carried out,
+    /// unless [`Batch::fence`] separates them.
     ///
     /// # Errors
     ///
-    /// The result has an error per work request, and all buffers. If one is refused, none is posted
-    /// and all report its error:
-    ///
-    /// - [`OpErrorKind::NotOneSided`](crate::OpErrorKind::NotOneSided) with the index of a SEND or
-    ///   an operation with immediate data, which consumes a receive of the peer.
-    /// - [`OpErrorKind::Limit`](crate::OpErrorKind::Limit) above
-    ///   [`max_send_wr`](super::ConnectionConfig::max_send_wr) or for too many bytes.
+    /// As for `QueuePair::post_batch`;
+    /// [`OpErrorKind::NotOneSided`](crate::OpErrorKind::NotOneSided) with the index of a SEND or an
+    /// operation with immediate data, which consumes a receive of the peer.
     pub fn post_batch<B: Gather>(&self, batch: Batch<B>) -> BatchOp<B> {
         self.qp().destination().post_one_sided(batch)
     }

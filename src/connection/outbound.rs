@@ -20,10 +20,9 @@ use crate::op::Write;
 use crate::types::Imm;
 use crate::waiters::{Caller, Ticket};
 
-/// Completed frames are removed when more than this number are in flight.
 const REAP_THRESHOLD: usize = 256;
 
-/// The longest message of several parts that is gathered for an inline send without an allocation.
+/// Messages of several parts up to this length are gathered inline without an allocation.
 pub(super) const INLINE: usize = 256;
 
 #[derive(Debug, Clone, Copy)]
@@ -75,7 +74,6 @@ pub(super) struct Pieces<'a, S> {
 }
 
 impl<S: Deref<Target = [u8]>> Pieces<'_, S> {
-    /// Returns how many bytes it has copied.
     pub(super) fn fill(&mut self, mut target: &mut [u8]) -> usize {
         let len = target.len();
         loop {
@@ -101,8 +99,7 @@ pub(super) struct Flush {
 }
 
 impl Flush {
-    /// Extends the flush to later messages, because an earlier flush of a sink may have been
-    /// abandoned.
+    /// Includes later messages, because an earlier flush of a sink may have been abandoned.
     pub(super) fn renew(&mut self, state: &ConnectionState) {
         if self.messages != state.counters.sent {
             self.target = None;
@@ -183,7 +180,6 @@ impl ConnectionState {
         Poll::Pending
     }
 
-    /// Returns a refused WRITE if nothing can be sent any more.
     pub(super) fn poll_write_with_imm<B: Gather>(
         &mut self,
         buffer: &mut Option<B>,
@@ -245,11 +241,10 @@ impl ConnectionState {
             // The task may have waited in another method, which it now polls again.
             Service::Bytes => later::wake(waker),
         }
-        // It checks its own resource.
         self.wake_senders();
     }
 
-    /// Sends a message. Completions of sends in place call `waker`.
+    /// Completions of sends in place call `waker`.
     pub(super) fn attempt_send(&mut self, message: Outgoing<'_>, waker: &Waker) -> Attempt<()> {
         self.protocol.phase().check_open()?;
         let long = message.len();
@@ -305,7 +300,7 @@ impl ConnectionState {
         len > self.protocol.framing().eager() as u64 && len <= self.limits.send
     }
 
-    /// Returns true if `buffer` can be sent in place. A header at the end needs a copy.
+    /// A header at the end needs a copy.
     pub(super) fn is_registered(&self, buffer: &Buf) -> bool {
         if self.io.trailer > 0 {
             return false;
@@ -314,7 +309,7 @@ impl ConnectionState {
         buffer.single().is_some_and(|(_, pd)| pd == own)
     }
 
-    /// Sends the parts of `message`, one per frame, from its memory.
+    /// One part per frame.
     fn send_in_place(&mut self, message: &Buf, frames: usize, waker: &Waker) {
         if frames == 1 && self.outbox.sends.is_empty() {
             return self.send_alone_in_place(message, waker);
@@ -332,14 +327,14 @@ impl ConnectionState {
             self.add_sent(Sent::InPlace(send));
         }
         if watches {
-            // The buffers must return even if no task waits for their sends. So one send is always
+            // The buffers must return even if no task waits for their sends, so one send is always
             // watched, and its completion leads to the next.
             let context = &mut Context::from_waker(waker);
             self.terminate_on_error(|state| state.watch_sends(context));
         }
     }
 
-    /// Sends a message of one frame while no other is in flight.
+    /// Requires that no other frame is in flight.
     fn send_alone_in_place(&mut self, message: &Buf, waker: &Waker) {
         let header = self.protocol.flow.send(Kind::Data);
         let send = self.io.frame(header).send(message.clone());
@@ -362,7 +357,7 @@ impl ConnectionState {
         }
     }
 
-    /// Sends copies of the parts of `message`, or returns the missing resource.
+    /// Returns the missing resource, if any.
     fn copy_to_frames(
         &mut self,
         mut message: Pieces<'_, Bytes>,

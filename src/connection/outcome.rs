@@ -38,10 +38,9 @@ impl MessageError {
     /// this error. A `send` that fails has always sent nothing.
     ///
     /// - `NotSent` after [`TooLong`](Self::TooLong) and [`Finished`](Self::Finished).
-    /// - `MaybeExecuted` after [`Register`](Self::Register): if `recv_buffer` failed, the answer
-    ///   has arrived.
-    /// - `MaybeExecuted` after [`Closed`](Self::Closed) with [`CloseReason::Clean`]: if `recv`
-    ///   failed, the answer was discarded.
+    /// - `MaybeExecuted` after [`Register`](Self::Register), because an answer that `recv_buffer`
+    ///   did not return has arrived, and after [`Closed`](Self::Closed) with
+    ///   [`CloseReason::Clean`], because an answer was discarded.
     /// - [`CloseReason::outcome`] after [`Closed`](Self::Closed) with another reason.
     #[must_use]
     pub const fn outcome(&self) -> Outcome {

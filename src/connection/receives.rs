@@ -1,7 +1,6 @@
-//! The posted receives and their buffers, whose number and size follow use.
-//!
-//! `growth.rs` of rdma-message-proto decides when they change, and `window.rs` describes how the
-//! peer learns of it.
+//! The posted receives and their buffers, whose number and size follow use. `growth.rs` of
+//! rdma-message-proto decides when they change, and `window.rs` describes how the peer learns of
+//! it.
 
 mod growth;
 
@@ -23,7 +22,7 @@ const SPARES: usize = 2;
 /// The divisor of the size of receives that cannot be registered.
 const SHORTER: usize = 4;
 
-/// The longest message that is copied because this costs less than replacing the buffer.
+/// A copy of up to this length costs less than replacing the buffer.
 const COPIED_OUT: usize = 256;
 
 #[derive(Debug)]
@@ -45,7 +44,6 @@ pub(super) struct Receives {
 }
 
 impl Receives {
-    /// Does not post the receives.
     pub(super) fn new(first: Pool, config: &ConnectionConfig) -> Self {
         Self {
             posted: VecDeque::with_capacity(config.first_receives() as usize),
@@ -60,13 +58,12 @@ impl Receives {
         }
     }
 
-    /// Returns the registered bytes, including those that the peer still has to skip.
+    /// Includes buffers that the peer still has to skip.
     pub(super) fn memory(&self) -> u64 {
         let others = [&self.grown, &self.leaving].into_iter().flatten();
         self.first.bytes() + others.map(Pool::bytes).sum::<u64>()
     }
 
-    /// Returns true if buffers return once the peer has skipped their receives.
     pub(super) fn are_leaving(&self) -> bool {
         self.leaving.is_some()
     }
@@ -129,7 +126,7 @@ impl Receives {
         debug_assert!(whole.is_ok(), "the pool has a buffer for each receive");
     }
 
-    /// Registers the buffers of `receives` receives, of which there were `before`.
+    /// There were `before` receives.
     fn register(
         &mut self,
         receives: u32,
@@ -145,8 +142,8 @@ impl Receives {
         let mut size = self.longest;
         // If the budget or the device refuses the configured size, shorter buffers may do.
         loop {
-            // Frames use some receives before the peer skips them, and the next receives of these
-            // need buffers, too.
+            // Frames use some receives before the peer skips them, whose next receives need
+            // buffers, too.
             let buffers = receives + self.spares_of(receives, size).max(before);
             match charged(budget, size, buffers, || Pool::new(pd, size, buffers as usize)) {
                 Ok(pool) => {
@@ -160,7 +157,7 @@ impl Receives {
         }
     }
 
-    /// Returns a number proportional to `receives`, or 0 if `size` is not the configured one.
+    /// Proportional to `receives`, or 0 if `size` is not the configured one.
     fn spares_of(&self, receives: u32, size: usize) -> u32 {
         if size != self.longest {
             return 0;
@@ -170,7 +167,7 @@ impl Receives {
     }
 }
 
-/// Takes the bytes of `buffers` buffers from the budget, and returns them if `register` fails.
+/// If `register` fails, returns the bytes to the budget.
 fn charged<T>(
     budget: &mut BudgetGuard,
     size: usize,

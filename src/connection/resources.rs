@@ -25,12 +25,12 @@ struct Resources {
     receive_pool: Pool,
     send_pool: Option<Pool>,
     pd: ProtectionDomain,
-    /// The references to `pd` of these resources themselves; `None` if they cannot be reused.
+    /// The references to `pd` of these resources; `None` if they cannot be reused.
     references: Option<usize>,
     sizes: Sizes,
 }
 
-/// The settings that decide which connections can reuse the resources.
+/// Connections with the same sizes can reuse the resources.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct Sizes {
     /// Size and number of the first receive buffers, and of send buffers.
@@ -105,8 +105,8 @@ impl ResourceCache {
         Ok(ConnectionResources { resources: Some(resources), queues, cache: Some(self) })
     }
 
-    /// Calls `make`; if it fails, drops unused resources, which count towards the limits of the
-    /// device and of locked memory, and tries once more.
+    /// If `make` fails, drops unused resources, which count towards the limits of the device and of
+    /// locked memory, and tries once more.
     fn retry_without_idle<T>(
         &self,
         make: impl Fn() -> Result<T, SetupError>,

@@ -16,12 +16,11 @@ const FIRST: usize = 4;
 pub(super) struct SendMemory {
     /// `None` until the first copied frame, and when idle.
     pool: Option<Pool>,
-    /// The maximum, which is below `configured` after a failed registration.
+    /// Below `configured` after a failed registration.
     most: usize,
     configured: usize,
     is_elastic: bool,
     charged: u64,
-    /// Bytes of each buffer beyond those of a frame.
     trailer: usize,
 }
 
@@ -32,7 +31,6 @@ impl SendMemory {
         Self { pool, most, configured: most, is_elastic, charged: 0, trailer }
     }
 
-    /// Returns the longest frame that a buffer of `pool` holds.
     fn frame_of(&self, pool: &Pool) -> usize {
         pool.buffer_size() - self.trailer
     }
@@ -106,7 +104,6 @@ impl SendMemory {
         Ok(true)
     }
 
-    /// Permits the configured number of buffers again.
     fn renew(&mut self) {
         self.most = self.configured;
     }

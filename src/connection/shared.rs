@@ -34,7 +34,7 @@ thread_local! {
     static SERVES_OTHERS: Cell<bool> = const { Cell::new(false) };
 }
 
-/// The connections that a thread serves one after the other. The drivers of further ones are woken.
+/// The connections that a thread serves in a row. The drivers of further ones are woken.
 const MAX_IN_TURN: usize = 32;
 
 fn serve_others() {
@@ -78,8 +78,7 @@ impl ConnectionWaker {
         }
     }
 
-    /// Makes progress on this thread. Wakes the driver if this thread has the lock or only the
-    /// driver can do the rest.
+    /// Wakes the driver if this thread has the lock or only the driver can do the rest.
     fn serve(&self) {
         let Some(shared) = self.shared.upgrade() else { return };
         let poll = DriverPoll::begin(self);
@@ -135,7 +134,6 @@ impl DriverPoll {
         Self { connection_waker, before: POLLED.replace((connection_waker, false)) }
     }
 
-    /// Returns true if the driver was woken meanwhile.
     pub(super) fn end(self) -> bool {
         POLLED.get() == (self.connection_waker, true)
     }
@@ -177,8 +175,8 @@ impl ConnectionInner {
                 in_place: !qp.is_polled_by_thread(),
             });
             let waker = Waker::from(connection_waker.clone());
-            // Until this returns, the waker finds no connection. The driver's first poll takes
-            // what has arrived.
+            // Until this returns, the waker finds no connection. The driver's first poll takes what
+            // has arrived.
             if qp.notifies() {
                 qp.wake_on_completion(waker.clone());
             }
@@ -194,14 +192,12 @@ impl ConnectionInner {
         })
     }
 
-    /// Runs `work` under the lock. Its release runs the work of [`later`], which may call this
-    /// function again.
+    /// The release of the lock runs the work of [`later`], which may call this function again.
     pub(crate) fn with<R>(&self, work: impl FnOnce(&mut ConnectionState, &Waker) -> R) -> R {
         self.run(self.state.lock(), work)
     }
 
-    /// Runs `work` like [`with`](Self::with), or returns `None` if the lock is taken and this
-    /// thread holds a lock, which may be the same one.
+    /// Returns `None` if the lock is taken and this thread holds a lock, which may be the same one.
     fn with_unless_locked<R>(
         &self,
         work: impl FnOnce(&mut ConnectionState, &Waker) -> R,
@@ -230,7 +226,6 @@ impl ConnectionInner {
         result
     }
 
-    /// Wakes the driver and starts the helper after the release of the lock.
     #[inline(never)]
     fn follow_up(&self, mut state: MutexGuard<'_, ConnectionState>) {
         let wakes_driver = std::mem::take(&mut state.io.wakes_driver);
@@ -363,7 +358,7 @@ impl Accepted for ConnectionInner {
     }
 }
 
-/// A position in a wait queue. Dropping it withdraws the waiter.
+/// Dropping it withdraws the waiter.
 pub(crate) struct WaitGuard<'a> {
     pub(crate) shared: &'a ConnectionInner,
     pub(crate) ticket: Option<Ticket>,

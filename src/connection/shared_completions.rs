@@ -23,10 +23,8 @@ const MAX_ENTRIES: u32 = 1 << 16;
 #[derive(Debug, Default)]
 pub(super) struct SharedCompletions(Mutex<Vec<Pair>>);
 
-/// The completion queues of sends and receives: two in mode `Event`, otherwise one.
-///
-/// With two, the queue of sends is armed only while a task waits for a send. Other sends then raise
-/// no events.
+/// The completion queues of sends and receives: two in mode `Event`, otherwise one. With two, the
+/// queue of sends is armed only while a task waits for a send. Other sends then raise no events.
 #[derive(Debug)]
 struct Pair {
     /// `None` for connections that were prepared outside of a runtime.
@@ -39,8 +37,8 @@ struct Pair {
 }
 
 impl SharedCompletions {
-    /// Returns queues with at most `entries` free entries each, for a connection of the current
-    /// runtime, which has a pair per worker thread, and more when all are full.
+    /// Returns queues with `entries` free entries, for a connection of the current runtime, which
+    /// has a pair per worker thread, and more when all are full.
     fn take(
         &self,
         device: &Device,
@@ -102,7 +100,7 @@ impl SharedCompletions {
         if pair.connections > 0 {
             return;
         }
-        // One unused pair of any runtime is kept for a later connection, unless a thread polls it.
+        // One unused pair is kept for a later connection, unless a thread polls it.
         let polled = matches!(pair.mode, CompletionMode::BusyPoll(_));
         let other = (0..pairs.len()).find(|&other| other != at && pairs[other].connections == 0);
         let unneeded = if polled { Some(at) } else { other };
@@ -113,7 +111,7 @@ impl SharedCompletions {
 }
 
 impl Pair {
-    /// Returns 0 for the second queue if one serves both.
+    /// The second number is 0 if one queue serves both.
     fn needed(mode: &CompletionMode, [sends, receives]: [u32; 2]) -> [u32; 2] {
         if let CompletionMode::Event = mode { [sends, receives] } else { [sends + receives, 0] }
     }

@@ -51,11 +51,11 @@ use crate::waiters::{Ticket, Waiters};
 const _: () = assert!(OFFER_LEN == RemoteRegion::ENCODED_LEN);
 const _: () = assert!(MAX_REJECT_DATA == rdma_provider::cm_contract::MAX_REJECT_DATA);
 
-/// A poll of the send queue is worth its cost with this number of frames in flight.
+/// A poll of the send queue pays with this number of frames in flight.
 const REAPED: usize = 8;
 
-/// The maximum of frames in flight with which receives are skipped. More would enlarge the queues
-/// of a connection that becomes idle.
+/// Frames in flight with which receives are skipped. More would enlarge the queues of a connection
+/// that becomes idle.
 const SKIPS: usize = 4;
 
 #[derive(Debug)]
@@ -77,33 +77,29 @@ pub(super) struct Io {
     pub(super) qp: QueuePair,
     /// Dropping it disconnects the peer.
     pub(super) link: Option<Arc<CmConnection>>,
-    /// True if a completed receive calls the connection's waker.
+    /// A completed receive calls the connection's waker.
     pub(super) notifies: bool,
-    /// The runtime of the driver, once there is one.
     pub(super) runtime: Option<runtime::Id>,
     pub(super) wakes_driver: bool,
-    /// The bytes of the header at the end of each frame; 0 if it is immediate data.
+    /// The length of the header at the end of each frame; 0 if it is immediate data.
     pub(super) trailer: usize,
 }
 
 impl Io {
-    /// Returns the SENDs of a frame with its header as immediate data. The peer waits for solicited
-    /// messages only; a `Part` is not solicited, because the peer cannot use it before the `Data`
-    /// that follows.
+    /// The peer waits for solicited messages only. A `Part` is not solicited, because the peer
+    /// cannot use it before the `Data` that follows.
     #[inline]
     pub(super) fn frame(&self, header: Header) -> Posting<Destination<'_>, Imm> {
         let frame = self.qp.with_imm(Imm(header.encode()));
         if header.kind == Kind::Part { frame } else { frame.solicited() }
     }
 
-    /// Returns the SENDs of a frame that ends with its header.
     #[cold]
     fn frame_with_trailer(&self, header: Header) -> Posting<Destination<'_>> {
         let frame = Posting::new(self.qp.destination());
         if header.kind == Kind::Part { frame } else { frame.solicited() }
     }
 
-    /// Sends a frame within its work request.
     pub(super) fn send_inline(&self, header: Header, payload: &[u8]) -> Send<()> {
         if self.trailer == 0 {
             return self.frame(header).send_inline(payload);
@@ -113,7 +109,7 @@ impl Io {
         self.frame_with_trailer(header).send_inline(&bytes)
     }
 
-    /// Sends a frame from a buffer that the frame's header fits in after the payload.
+    /// The header must fit in the buffer after the payload.
     pub(super) fn send_buffer(&self, header: Header, mut payload: BufMut) -> Send<BufMut> {
         if self.trailer == 0 {
             return self.frame(header).send(payload);
@@ -125,7 +121,7 @@ impl Io {
         self.frame_with_trailer(header).send(payload)
     }
 
-    /// Returns the header of a received frame. If the payload ends with it, cuts it off.
+    /// If the payload ends with its header, cuts it off.
     #[inline]
     pub(super) fn header(&self, payload: &mut BufMut, imm: Option<Imm>) -> Option<u32> {
         if self.trailer == 0 {
@@ -160,7 +156,6 @@ pub(super) struct Limits {
 }
 
 impl ConnectionState {
-    /// Posts the receives.
     pub(super) fn new(
         qp: QueuePair,
         config: &ConnectionConfig,
@@ -210,7 +205,7 @@ impl ConnectionState {
         self.renew_send_memory();
     }
 
-    /// Works, wakes tasks, and lets this runtime watch the receives. Operations call `waker`.
+    /// Lets this runtime watch the receives, too. Operations call `waker`.
     pub(super) fn progress(&mut self, waker: &Waker) {
         self.advance(waker);
         // The task may wait for a receive, even if the other runtimes that watch the queue do not
@@ -272,7 +267,7 @@ impl ConnectionState {
         self.needs_driver()
     }
 
-    /// Makes progress for the driver. Returns its next deadline, or the close reason.
+    /// Returns the driver's next deadline, or the close reason.
     pub(super) fn drive(&mut self, waker: &Waker) -> ControlFlow<CloseReason, Option<Instant>> {
         self.progress(waker);
         self.protocol.linger(clock::now);
@@ -364,15 +359,14 @@ impl ConnectionState {
 
     pub(super) fn note_refusal(&mut self, refusal: Option<OpErrorKind>) {
         if let Some(kind) = refusal {
-            // The queue pair still works, so the failure would otherwise be noticed only after all
-            // earlier operations.
+            // The queue pair still works, so the failure would be noticed only after earlier
+            // operations.
             self.on(Event::Fail(kind.into()));
             self.io.wake_driver();
         }
     }
 
-    /// Removes completed frames if something waits for them, or if a poll of the send queue is
-    /// likely to find several.
+    /// Reaps if something waits for it, or if a poll is likely to find several frames.
     fn reap_some(&mut self) {
         let awaited = self.outbox.in_place > 0
             || !self.outbox.held.is_empty()
@@ -435,7 +429,6 @@ impl ConnectionState {
         }
     }
 
-    /// Registers the connection's waker with the send that is awaited.
     #[inline]
     pub(super) fn watch_sends(&mut self, context: &mut Context<'_>) -> Result<(), CloseReason> {
         match self.awaited_send() {
@@ -474,8 +467,7 @@ impl ConnectionState {
         }
     }
 
-    /// Lets the runtime of the driver watch a polled operation too, because the current one may
-    /// stop.
+    /// Also lets the driver's runtime watch a polled operation, because the current one may stop.
     pub(super) fn watch_by_driver(&mut self) {
         if self.io.runtime.is_some_and(|driver| !is_current(driver)) {
             self.io.wake_driver();
@@ -533,7 +525,7 @@ impl ConnectionState {
     }
 
     pub(super) fn is_turn(&self, waiters: &Waiters, ticket: Option<Ticket>) -> bool {
-        // A stream has at most one reader and one writer. So all others in its queues only wait for
+        // A stream has at most one reader and one writer. All others in its queues only wait for
         // readiness, or no longer do: as with a `TcpStream`, a read may be dropped without notice.
         self.protocol.service() == Service::Bytes || waiters.is_first(ticket)
     }
@@ -543,8 +535,7 @@ impl ConnectionState {
         self.protocol.is_unblocked(self.waiting.blocked, !self.outbox.held.is_empty(), has_buffers)
     }
 
-    /// Returns true if the application has received all messages of a peer that has finished, or
-    /// those that arrived before the listener's shutdown.
+    /// Also true if the application has received the messages before the listener's shutdown.
     pub(crate) fn is_at_end(&self) -> bool {
         let inbox = &self.inbox;
         let is_incomplete = self.protocol.incomplete_frames() > 0;
@@ -595,10 +586,10 @@ pub struct ConnectionCounters {
     pub acks: u64,
     /// Frames that may be sent now.
     pub credits: u32,
-    /// Messages arrived or offered, not received by the application yet.
+    /// Messages arrived or offered that the application has not received.
     pub inbox: usize,
-    /// Receives for frames of the peer, including four for control frames and those whose messages
-    /// wait for the application.
+    /// Receives posted or kept by messages that wait for the application, with four for control
+    /// frames.
     pub receives: u32,
     /// Registered bytes of receive, spare and send buffers, and of those kept for long messages.
     pub buffer_memory: u64,

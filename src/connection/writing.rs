@@ -1,6 +1,4 @@
-//! Writes bytes to frames.
-//!
-//! A write becomes frames of up to the peer's buffer size. Bytes for which there is no credit, or
+//! Writes bytes to frames of up to the peer's buffer size. Bytes for which there is no credit, or
 //! that do not fill a frame while earlier ones are in flight, are held in send buffers, and later
 //! writes are appended. Held bytes are sent when there is a credit and
 //!
@@ -28,7 +26,7 @@ use super::waiting::Attempt;
 use crate::memory::{Buf, BufMut};
 use crate::waiters::{Caller, Ticket};
 
-/// The longest piece of memory that the peer reads at once: its longest pooled buffer.
+/// The longest piece that the peer reads at once: its longest pooled buffer.
 const PIECE: usize = 1 << 20;
 
 /// With this number of frames in flight, completed ones are looked for, although buffers are free:
@@ -55,7 +53,7 @@ impl<'a> Unwritten<'a> {
 }
 
 impl ConnectionState {
-    /// Writes as many bytes as buffers allow, up to about [`COPIED`]. Waits if that is none.
+    /// Writes up to about [`COPIED`] bytes. Waits if buffers allow none.
     pub(crate) fn poll_write(
         &mut self,
         slices: &[IoSlice<'_>],
@@ -166,8 +164,8 @@ impl ConnectionState {
     ) -> Poll<Result<T, MessageError>> {
         let written = self.poll_unblocked(write, ticket, waker, caller);
         if written.is_ready() && !self.outbox.held.is_empty() {
-            // Registers the connection's waker with the last frame, and takes credits that have
-            // arrived.
+            // Also registers the connection's waker with the last frame, and takes credits that
+            // have arrived.
             self.progress(waker);
         }
         written
@@ -200,7 +198,7 @@ impl ConnectionState {
         }
     }
 
-    /// Sends or holds one frame. If bytes are held already, their buffers are full.
+    /// If bytes are held already, their buffers are full.
     fn write_frame(&mut self, bytes: &mut Unwritten<'_>) -> Attempt<()> {
         if !self.outbox.held.is_empty() || !self.protocol.flow.may_send(Kind::Data) {
             return Ok(self.held_buffer()?.map(|buffer| self.hold(buffer, bytes)));
@@ -239,7 +237,7 @@ impl ConnectionState {
         self.outbox.held.push_back(held);
     }
 
-    /// Returns true if the peer has not acknowledged all frames, by its device or by credits.
+    /// The peer acknowledges frames by its device or by credits.
     fn has_unacknowledged(&mut self) -> bool {
         self.reap();
         if self.outbox.sends.is_empty() || self.protocol.flow.is_everything_released() {
@@ -250,7 +248,6 @@ impl ConnectionState {
         !self.outbox.sends.is_empty()
     }
 
-    /// Sends held bytes that need no longer wait.
     pub(super) fn send_held(&mut self) {
         while let Some(first) = self.outbox.held.front() {
             let (len, is_full) = (first.len(), first.is_full() || self.outbox.held.len() > 1);
@@ -261,7 +258,6 @@ impl ConnectionState {
         }
     }
 
-    /// Returns true if no bytes are held any more.
     fn send_held_now(&mut self) -> bool {
         while self.send_first_held() {}
         self.outbox.held.is_empty()

@@ -18,13 +18,11 @@ pub(super) type Established = Result<Unaccepted, EstablishError>;
 /// Dropping it resets the peer, which dropping a byte stream would not.
 pub(super) struct Unaccepted(Option<Connection>);
 
-/// The established connections, and the tasks that wait for them.
 pub(super) struct Backlog {
     limit: usize,
     state: Mutex<State>,
     changed: Notify,
-    /// Woken when there is capacity for more connections, or the application takes requests
-    /// instead.
+    /// Woken when there is capacity again, or the application takes requests instead.
     driver: AtomicWaker,
 }
 
@@ -59,7 +57,7 @@ impl Backlog {
         !state.paused && !state.closed && state.established.len() < self.limit.max(wanted)
     }
 
-    /// Adds a connection, or aborts it if the listener was dropped meanwhile.
+    /// Aborts the connection if the listener was dropped meanwhile.
     pub(super) fn push(&self, established: Established) {
         let mut state = self.state.lock();
         if state.closed {
@@ -159,7 +157,7 @@ impl Backlog {
         self.changed.notify_waiters();
     }
 
-    /// Stops the driver, and aborts the connections that were not accepted.
+    /// Aborts the connections that were not accepted.
     pub(super) fn close(&self) {
         let mut state = self.state.lock();
         state.closed = true;

@@ -23,11 +23,15 @@ use crate::error::LimitError;
 use crate::verbs::Device;
 
 /// A peer's request for a connection. Dropping it rejects the peer.
+///
+/// # Cancel safety
+///
+/// Dropping a future rejects the peer.
 #[must_use = "dropping it rejects it"]
 pub struct ConnectionRequest(State);
 
 enum State {
-    /// Boxed because it is much longer.
+    /// Boxed because it is long.
     Requested(Box<Requested>),
     /// The listener established the connection before the application asked for requests.
     Established(Unaccepted),
@@ -41,7 +45,7 @@ pub(super) struct Requested {
     pub(super) config: ConnectionConfig,
     pub(super) first_message_timeout: Option<Duration>,
     pub(super) admission: Arc<Admission>,
-    /// The requests that wait at the listener. One of them may evict this one.
+    /// One of the requests that wait at the listener may evict this one.
     pub(super) waiting: cm::PendingRequests,
 }
 
@@ -82,15 +86,11 @@ impl ConnectionRequest {
         }
     }
 
-    /// Accepts with the settings of the listener; see [`accept_with`](Self::accept_with).
+    /// Accepts with the settings of the listener, like [`accept_with`](Self::accept_with).
     ///
     /// # Errors
     ///
-    /// As `accept_with`.
-    ///
-    /// # Cancel safety
-    ///
-    /// Dropping the future rejects the peer.
+    /// As for `accept_with`.
     pub async fn accept(self) -> Result<Connection, EstablishError> {
         match self.0 {
             State::Requested(request) => {
@@ -114,12 +114,8 @@ impl ConnectionRequest {
     /// [`EstablishError::Refused`] at a connection limit; the peer gets that too, or
     /// [`CloseReason::Refused`](crate::connection::CloseReason::Refused) if already answered.
     /// [`EstablishError::Connect`] with [`cm::ConnectError::Disconnected`] if the peer has
-    /// disconnected, or [`cm::ConnectError::TimedOut`] if unconfirmed or evicted. Otherwise see
+    /// disconnected, or [`cm::ConnectError::TimedOut`] if unconfirmed or evicted. Otherwise as for
     /// [`Connection::connect_with`].
-    ///
-    /// # Cancel safety
-    ///
-    /// Dropping the future rejects the peer.
     pub async fn accept_with(
         self,
         config: &ConnectionConfig,
@@ -139,11 +135,7 @@ impl ConnectionRequest {
     /// # Errors
     ///
     /// [`EstablishError::Connect`] with [`cm::ConnectError::Limit`] for longer data; the peer is
-    /// then rejected without data. Otherwise see [`cm::ConnectionRequest::reject`].
-    ///
-    /// # Cancel safety
-    ///
-    /// Dropping the future rejects the peer anyway.
+    /// then rejected without data. Otherwise as for [`cm::ConnectionRequest::reject`].
     pub async fn reject(self, user_data: &[u8]) -> Result<(), EstablishError> {
         let (asked, allowed) = (user_data.len() as u64, Rejection::MAX_USER_DATA as u64);
         let too_long = LimitError { field: "user_data of a rejection", asked, allowed };
@@ -212,7 +204,7 @@ impl Requested {
         let answered = self.inner.reserved().is_some();
         // The provider's answer has announced the listener's settings to the peer.
         let config = if answered { &self.config } else { config };
-        // Checked before buffers are allocated. An unanswered peer may be forged, so it reserves a
+        // Before buffers are allocated. An unanswered peer may be forged, so it reserves a
         // connection only after its confirmation.
         let reservation = if answered {
             self.admission.reserve(address.ip()).map(Some)

@@ -6,7 +6,7 @@ use crate::connection::state::ConnectionState;
 use crate::memory::BufMut;
 
 impl ConnectionState {
-    /// Posts a receive with `buffer`, or with one of the size announced last.
+    /// If `buffer` has another size than was announced last, another one replaces it.
     pub(in crate::connection) fn post_receive(&mut self, mut buffer: BufMut) {
         self.receives.replace_other(&mut buffer);
         let receive = self.io.qp.recv(buffer);
@@ -45,7 +45,6 @@ impl ConnectionState {
         self.io.wake_driver();
     }
 
-    /// Returns to the first receives if all messages were received.
     pub(in crate::connection) fn shrink_receives(&mut self) {
         self.exchange_long_receives();
         let Some(number) = self.protocol.shrinkage() else { return };
@@ -65,8 +64,8 @@ impl ConnectionState {
     /// if these are not the oldest.
     fn exchange_long_receives(&mut self) {
         let long_receives_left = self.receives.long_receives_left(self.protocol.receives());
-        // A message in a long buffer would count, but cannot be skipped, because the next receive
-        // has another buffer.
+        // A message in a long buffer cannot be skipped, because the next receive has another
+        // buffer.
         if long_receives_left > 0 && !self.has_messages() && self.protocol.may_resize() {
             let from = self.posted_receives();
             self.post_receives(long_receives_left);

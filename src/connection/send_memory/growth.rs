@@ -92,8 +92,8 @@ impl ConnectionState {
         unused.into_iter().for_each(later::dispose);
     }
 
-    /// After a failed registration, permits as many and as long buffers as the configuration and
-    /// the peer do.
+    /// After a failed registration, permits as many and as long buffers as configuration and peer
+    /// do.
     pub(in crate::connection) fn renew_send_memory(&mut self) {
         self.memory.send.renew();
         self.limits.held = self.protocol.framing().longest();
