@@ -21,9 +21,12 @@ use crate::types::RejectReason;
 /// When either side ends the connection, the queue pair goes to the error state and its outstanding
 /// work is flushed. Await what matters before you disconnect.
 ///
-/// Dropping a `CmConnection` sends a disconnect request, which may be lost. A peer that does not
-/// receive it detects the end when it sends, or by its
-/// [keepalive](super::ConnectConfig::keepalive).
+/// Dropping a `CmConnection` sends a disconnect request. If that is lost, the peer detects the end
+/// when it sends, or by its [keepalive](super::ConnectConfig::keepalive).
+///
+/// # Cancel safety
+///
+/// Dropping a future has no effect, but a disconnection, once polled, proceeds.
 pub struct CmConnection {
     keepalive: Option<Keepalive>,
     endpoint: Endpoint,
@@ -34,8 +37,8 @@ pub struct CmConnection {
     ours: AtomicBool,
 }
 
-/// The maximum duration of TIMEWAIT. The kernel retransmits a disconnect request 15 times, 4.3 s
-/// apart; the rest allows for packet lifetimes on large networks.
+/// The kernel retransmits a disconnect request 15 times, 4.3 s apart; the rest allows for packet
+/// lifetimes on large networks.
 const TIMEWAIT: Duration = Duration::from_secs(150);
 
 impl CmConnection {
@@ -77,18 +80,16 @@ impl CmConnection {
         self.peer
     }
 
-    /// Returns the peer's private data. Messages do not carry its length (IBTA 12.6), so it is
-    /// padded with zeros: to 56 bytes if the peer connected, to 196 if it accepted.
+    /// Returns the peer's private data, padded with zeros, because messages do not carry its length
+    /// (IBTA 12.6): to 56 bytes if the peer connected, to 196 if it accepted.
     #[must_use]
     pub fn private_data(&self) -> &[u8] {
         &self.private_data
     }
 
-    /// Returns true until the connection ends.
-    ///
-    /// Operations may be flushed before the end is detected. After a flush, await
-    /// [`disconnected`](Self::disconnected) with a timeout. If it does not return, only the queue
-    /// pair has failed.
+    /// Returns true until the connection ends. Operations may be flushed before that is detected:
+    /// after a flush, await [`disconnected`](Self::disconnected) with a timeout. If it does not
+    /// return, only the queue pair has failed.
     #[must_use]
     pub fn is_connected(&self) -> bool {
         !self.endpoint.has_ended()
@@ -101,24 +102,17 @@ impl CmConnection {
         })
     }
 
-    /// Disconnects, and waits until the peer's connection manager has answered.
-    ///
-    /// The queue pair goes to the error state at once. Does nothing if the peer already knows that
-    /// the connection has ended.
+    /// Disconnects, and waits until the peer's connection manager has answered. The queue pair goes
+    /// to the error state at once. Does nothing if the peer already knows of the end.
     ///
     /// # Errors
     ///
     /// [`ConnectError::NoRuntime`], without effect. [`ConnectError::TimedOut`] if the peer does not
     /// answer within [`ConnectConfig::timeout`](super::ConnectConfig::timeout);
     /// retransmission continues for a while.
-    ///
-    /// # Cancel safety
-    ///
-    /// Once polled, the disconnection proceeds even if the future is dropped.
     pub async fn disconnect(&self) -> Result<(), ConnectError> {
         if self.peer_knows() {
-            // Only on this path, because otherwise the disconnection must proceed from the first
-            // poll.
+            // Only here, because otherwise the disconnection must proceed from the first poll.
             consume_budget().await;
             return Ok(());
         }
@@ -137,14 +131,9 @@ impl CmConnection {
         .await
     }
 
-    /// Waits until the connection has ended, and returns how.
-    ///
-    /// A peer that vanishes silently is detected only by a failed operation or by
+    /// Waits until the connection has ended, and returns how. A peer that vanishes silently is
+    /// detected only by a failed operation or by
     /// [`ConnectConfig::keepalive`](super::ConnectConfig::keepalive).
-    ///
-    /// # Cancel safety
-    ///
-    /// Dropping the future has no effect.
     pub async fn disconnected(&self) -> Disconnection {
         self.endpoint
             .wait_for(|state| match state.end.as_ref()? {
@@ -175,10 +164,6 @@ impl CmConnection {
     /// # Errors
     ///
     /// [`ConnectError::TimedOut`] if TIMEWAIT lasts more than 150 s.
-    ///
-    /// # Cancel safety
-    ///
-    /// Dropping the future has no effect.
     pub async fn drained(&self) -> Result<(), ConnectError> {
         self.endpoint.router.watch()?;
         self.drained_within(TIMEWAIT).await
@@ -190,8 +175,7 @@ impl CmConnection {
             if !self.peer_knows()
                 && let Err(error) = self.endpoint.id().disconnect()
             {
-                // The connection was never established, or the device is gone. In both cases an
-                // event follows.
+                // The connection was never established, or the device is gone. An event follows.
                 rdma_provider::debug!(
                     %error,
                     peer = %self.peer,

@@ -21,9 +21,8 @@ use super::keepalive::Keepalive;
 use super::path::{LocalSource, Reads, make_ready};
 use super::router::{CreateId, Router};
 
-/// Connects to the first of the addresses that answers.
-///
-/// `make` builds a queue pair for each route, usually with [`Route::prepare`].
+/// Connects to the first of the addresses that answers. `make` builds a queue pair for each route,
+/// usually with [`Route::prepare`].
 ///
 /// # Errors
 ///
@@ -31,7 +30,7 @@ use super::router::{CreateId, Router};
 ///
 /// # Cancel safety
 ///
-/// See [`Route::connect`].
+/// As for [`Route::connect`].
 pub async fn connect(
     device: &Device,
     address: impl ToSocketAddrs + fmt::Debug,
@@ -57,15 +56,15 @@ pub async fn connect(
     Err(last.unwrap_or_else(no_address))
 }
 
-/// Resolves a route like [`resolve_with`], with default [`ConnectConfig`].
+/// Calls [`resolve_with`] with default [`ConnectConfig`].
 ///
 /// # Errors
 ///
-/// See [`resolve_with`].
+/// As for `resolve_with`.
 ///
 /// # Cancel safety
 ///
-/// See [`resolve_with`].
+/// Dropping the future has no effect.
 pub async fn resolve(
     device: &Device,
     address: impl ToSocketAddrs + fmt::Debug,
@@ -124,7 +123,6 @@ pub(super) async fn lookup(
     Ok(found.unwrap_or_else(|| Err(late())).map_err(failed)?.collect())
 }
 
-/// Resolves a route with an id that `create_id` makes.
 pub(super) async fn resolve_one(
     device: &Device,
     address: SocketAddr,

@@ -17,10 +17,9 @@ use super::listener::{ConnectionRequest, Listener};
 use super::path::LocalSource;
 use super::router::Router;
 
-/// A service of datagrams, which clients find by its address (port space UDP, SIDR).
-///
-/// Clients ask for the queue pair that serves them, and then send datagrams to it. Nothing is
+/// A service of datagrams, which clients find by its address (port space UDP, SIDR). Nothing is
 /// connected: one queue pair can serve all clients, and [`Received::sender`] says whom to answer.
+/// Dropping the service releases the address and refuses requests that were not accepted.
 ///
 /// [`Received::sender`]: crate::op::Received::sender
 ///
@@ -43,39 +42,38 @@ use super::router::Router;
 /// server.activate()?;
 ///
 /// let listener = DatagramListener::bind(&device, "127.0.0.1:0").await?;
-/// let address = listener.local_addr();
-/// let config = ConnectConfig::default().private_data(*b"who?");
-/// let (peer, answered) = tokio::join!(resolve_datagrams(&device, address, &config), async {
-///     let request = listener.accept().await?;
-///     assert!(request.private_data().starts_with(b"who?"));
-///     request.accept(&server, b"me")
-/// });
-/// answered?;
-/// let peer = peer?;
-/// assert!(peer.private_data().starts_with(b"me"));
+/// let config = ConnectConfig::default();
+/// let resolving = resolve_datagrams(&device, listener.local_addr(), &config);
+/// let accepting = async { listener.accept().await?.accept(&server, b"") };
+/// let (peer, ()) = tokio::try_join!(resolving, accepting)?;
 ///
 /// let received = server.recv(pool.try_alloc(64)?);
 /// let route = peer.address_handle(&pd)?;
-/// client.send_to(pool.copy_from(b"hello")?, &route, peer.qpn(), peer.qkey()).await?;
-/// assert_eq!(received.await?.buffer[40..], *b"hello");
+/// client.send_to(pool.copy_from(b"question")?, &route, peer.qpn(), peer.qkey()).await?;
+///
+/// let received = received.await?;
+/// assert_eq!(received.buffer[40..], *b"question");
+/// let sender = received.sender().ok_or("no header")?;
+/// let answer = client.recv(pool.try_alloc(64)?);
+/// let route = sender.address_handle(&pd)?;
+/// server.send_to(pool.copy_from(b"answer")?, &route, sender.qpn, Qkey::RDMA_UDP).await?;
+/// assert_eq!(answer.await?.buffer[40..], *b"answer");
 /// # Ok(())
 /// # }
 /// ```
 ///
-/// Dropping it releases the address and refuses requests that were not accepted.
+/// # Cancel safety
+///
+/// A dropped future of `bind` leaves no listener behind, and one of `accept` loses no request.
 #[derive(Debug)]
 pub struct DatagramListener(Listener);
 
 impl DatagramListener {
-    /// Serves at the first available of the addresses, with default [`ListenConfig`].
+    /// Calls [`bind_with`](Self::bind_with) with default [`ListenConfig`].
     ///
     /// # Errors
     ///
-    /// See [`Listener::bind_with`].
-    ///
-    /// # Cancel safety
-    ///
-    /// Dropping the future leaves no listener behind.
+    /// As for [`Listener::bind_with`].
     pub async fn bind(
         device: &Device,
         address: impl ToSocketAddrs + fmt::Debug,
@@ -88,11 +86,7 @@ impl DatagramListener {
     ///
     /// # Errors
     ///
-    /// See [`Listener::bind_with`].
-    ///
-    /// # Cancel safety
-    ///
-    /// Dropping the future leaves no listener behind.
+    /// As for [`Listener::bind_with`].
     pub async fn bind_with(
         device: &Device,
         address: impl ToSocketAddrs + fmt::Debug,
@@ -113,16 +107,12 @@ impl DatagramListener {
         self.0.local_addr()
     }
 
-    /// Returns the next request, in the order of arrival. If an answer is lost, its client asks
-    /// again, which is another request.
+    /// Returns the next request, in the order of arrival. A client whose answer is lost sends
+    /// another one.
     ///
     /// # Errors
     ///
     /// [`ConnectError::DeviceRemoved`] if no more requests can arrive.
-    ///
-    /// # Cancel safety
-    ///
-    /// Dropping the future loses no request.
     pub async fn accept(&self) -> Result<DatagramRequest, ConnectError> {
         self.0.accept().await.map(DatagramRequest)
     }
@@ -201,7 +191,6 @@ impl fmt::Debug for DatagramRequest {
     }
 }
 
-/// Returns parameters of which a query or its answer uses the number and the private data.
 fn params<'a>(qpn: Qpn, private_data: &'a [u8], config: &ConnectConfig) -> CmParams<'a> {
     CmParams {
         qpn,
@@ -219,10 +208,10 @@ fn params<'a>(qpn: Qpn, private_data: &'a [u8], config: &ConnectConfig) -> CmPar
 /// `rdma_resolve_addr(3)`, `rdma_resolve_route(3)` and `rdma_connect(3)` in port space UDP (SIDR).
 /// [`DatagramListener`] has an example.
 ///
-/// Uses only these settings of `config`: the source address, both time limits, the private data (at
-/// most 180 bytes) and, for [`DatagramPeer::address`], the path. The request itself is sent in the
-/// partition that the connection manager selects, on the software device the first of the port's
-/// table: a peer of another partition does not answer.
+/// Of `config`, it uses the source address, both time limits, the private data (at most 180 bytes)
+/// and, for [`DatagramPeer::address`], the path. The request itself is sent in the partition that
+/// the connection manager selects, on the software device the first of the port's table: a peer of
+/// another partition does not answer.
 ///
 /// # Errors
 ///
@@ -300,8 +289,8 @@ impl DatagramPeer {
         self.service.qpn
     }
 
-    /// Returns the Q_Key of the peer's queue pair, usually [`Qkey::RDMA_UDP`]. Create your queue
-    /// pair with the Q_Key that the peer uses for its answers, usually the same.
+    /// Returns the Q_Key of the peer's queue pair, usually [`Qkey::RDMA_UDP`], and usually that of
+    /// its answers, which your queue pair needs.
     #[must_use]
     pub const fn qkey(&self) -> Qkey {
         self.service.qkey
@@ -319,8 +308,7 @@ impl DatagramPeer {
         self.path.applied(self.service.address)
     }
 
-    /// Creates an address handle for datagrams to the peer. It sends from the port and GID of the
-    /// route.
+    /// Creates an address handle from the port and GID of the route.
     ///
     /// # Errors
     ///

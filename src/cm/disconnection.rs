@@ -16,8 +16,8 @@ pub enum Disconnection {
     /// The listener does not know the connection: it dropped the request before this side's
     /// confirmation arrived, or another process has taken its place.
     Unconfirmed,
-    /// A [keepalive](super::ConnectConfig::keepalive) probe failed for another reason. The
-    /// peer's queue pair does not allow REMOTE_WRITE, the completion queue has failed, or the queue
-    /// pair was already in the error state. The log has the status.
+    /// A [keepalive](super::ConnectConfig::keepalive) probe failed for another reason, which the
+    /// log has: the peer's queue pair does not allow REMOTE_WRITE, the completion queue has failed,
+    /// or the queue pair was already in the error state.
     ProbeFailed,
 }

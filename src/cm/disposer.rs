@@ -17,7 +17,6 @@ pub(super) struct Disposer<T> {
 #[derive(Debug)]
 struct State<T> {
     waiting: Vec<T>,
-    /// The number of [`Hold`]s.
     held: usize,
     busy: bool,
     stalled: bool,
@@ -34,10 +33,8 @@ impl<T> Default for Disposer<T> {
 
 impl<T: Send + 'static> Disposer<T> {
     /// Starts the thread that drops the items if needed. Only the `on_resume` of the call that
-    /// starts the thread is kept, until the thread ends.
-    ///
-    /// Calls `on_resume` when the queue is empty again after [`is_stalled`](Self::is_stalled) has
-    /// returned true.
+    /// starts it is kept, until it ends, and called when the queue is empty again after
+    /// [`is_stalled`](Self::is_stalled) has returned true.
     pub(super) fn dispose<F: Fn() + Send + 'static>(
         self: &Arc<Self>,
         items: impl IntoIterator<Item = T>,
@@ -72,14 +69,13 @@ impl<T: Send + 'static> Disposer<T> {
         }
     }
 
-    /// Makes [`wait_until_idle`](Self::wait_until_idle) wait while the result lives: an item may
-    /// follow.
+    /// Another item may follow while the result lives.
     pub(super) fn hold(self: &Arc<Self>) -> Hold<T> {
         self.state.lock().held += 1;
         Hold(Arc::clone(self))
     }
 
-    /// Blocks until everything is dropped and nothing is announced, at most until `end`.
+    /// Returns at `end` at the latest.
     pub(super) fn wait_until_idle(&self, end: Instant) {
         let mut state = self.state.lock();
         while state.busy || state.held > 0 {
@@ -99,7 +95,6 @@ impl<T: Send + 'static> Disposer<T> {
     }
 }
 
-/// See [`Disposer::hold`].
 #[derive(Debug)]
 pub(super) struct Hold<T>(Arc<Disposer<T>>);
 

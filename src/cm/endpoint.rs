@@ -23,7 +23,7 @@ pub(super) struct Endpoint {
     id: Option<Arc<CmId>>,
     inbox: Arc<Inbox>,
     pub(super) router: Arc<Router>,
-    /// Set for listeners and unanswered requests, whose destruction may block.
+    /// Listeners and unanswered requests, whose destruction may block.
     passive: bool,
 }
 
@@ -43,10 +43,10 @@ impl Endpoint {
         self.passive = false;
     }
 
-    /// Returns the id. Its calls that do not go through [`call_blocking`](Self::call_blocking) do
-    /// not block, except for those of a [`Listener`](super::Listener) that binds: librdmacm writes
-    /// one command for each, and the kernel executes it under locks that it holds briefly. For RTR
-    /// and RTS, it looks up a RoCE neighbour that it already knows.
+    /// Its calls that do not go through [`call_blocking`](Self::call_blocking) do not block, except
+    /// for those of a [`Listener`](super::Listener) that binds: librdmacm writes one command for
+    /// each, and the kernel executes it under locks that it holds briefly. For RTR and RTS, it
+    /// looks up a RoCE neighbour that it already knows.
     pub(super) fn id(&self) -> &CmId {
         self.id.as_deref().unwrap_or_else(|| unreachable!("only `drop` takes it"))
     }
@@ -70,13 +70,12 @@ impl Endpoint {
         }
     }
 
-    /// Waits until `find` returns `Some`. If no runtime watches the events, it polls for them.
+    /// If no runtime watches the events, it polls for them.
     pub(super) async fn wait_for<T>(&self, mut find: impl FnMut(&mut IdState) -> Option<T>) -> T {
         let mut wait = self.inbox.wait();
         let mut poll = |context: &mut Context<'_>| {
             let polled = wait.poll(context, &mut find);
-            // Checked on each poll, because the task may have moved from a runtime that has shut
-            // down.
+            // On each poll, because the task may have moved from a runtime that has shut down.
             if polled.is_ready() || self.router.watch().is_ok() || self.router.reactors.is_watched()
             {
                 return polled;
@@ -117,7 +116,7 @@ impl Endpoint {
     }
 }
 
-/// Runs `f` to the end on a blocking thread, even if the future is dropped.
+/// Runs `f` to the end even if the future is dropped.
 pub(super) async fn on_blocking_thread<T: Send + 'static>(
     f: impl FnOnce() -> Result<T, ConnectError> + Send + 'static,
 ) -> Result<T, ConnectError> {
@@ -125,8 +124,8 @@ pub(super) async fn on_blocking_thread<T: Send + 'static>(
     blocking::run(f).await
 }
 
-/// Fails with [`ConnectError::TimedOut`] if the future of `make` takes longer than `after`. Adds
-/// step and address to errors without them.
+/// Fails with [`ConnectError::TimedOut`] after `after`. Adds step and address to errors without
+/// them.
 pub(super) async fn with_deadline<T>(
     after: Duration,
     step: ConnectStep,

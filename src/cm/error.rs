@@ -10,9 +10,6 @@ use crate::verbs::Device;
 use super::inbox::EndReason;
 
 /// An error of listening, resolving, connecting or disconnecting.
-///
-/// A lookup has a step but no address; [`Limit`](Self::Limit) and [`NoRuntime`](Self::NoRuntime)
-/// have neither.
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum ConnectError {
@@ -77,9 +74,8 @@ pub enum ConnectError {
     Unreachable {
         /// Step and peer.
         attempt: ConnectAttempt,
-        /// Reason, see `errno(3)`. The software device over UDP returns ECONNREFUSED if the peer's
-        /// host rejects its packets, because no process there has opened a device at the address,
-        /// or a firewall rejects the port.
+        /// Reason, see `errno(3)`. The software device over UDP returns ECONNREFUSED if no process
+        /// of the peer's host has opened a device at the address, or a firewall rejects the port.
         errno: i32,
     },
     /// The time limit of a step has passed.
@@ -110,12 +106,11 @@ pub enum ConnectError {
     NoRuntime(NoRuntime),
     /// A setting exceeds its limit, for example the length of the private data.
     Limit(LimitError),
-    /// The queue pair does not fit the connection. `error` is never [`SetupError::Verb`], which
-    /// becomes [`Verb`](Self::Verb).
+    /// The queue pair does not fit the connection. A failed verb becomes [`Verb`](Self::Verb).
     Setup {
         /// Step and peer.
         attempt: Option<ConnectAttempt>,
-        /// Reason; boxed to keep this type small.
+        /// Reason.
         error: Box<SetupError>,
     },
     /// A verb failed, for example to bring the queue pair to RTS.
@@ -189,8 +184,7 @@ impl ConnectError {
         }
     }
 
-    /// Adds the step to the error of a request. On an iWARP device, the request opens a TCP
-    /// connection, which fails like `connect(2)`.
+    /// On an iWARP device, the request opens a TCP connection, which fails like `connect(2)`.
     pub(super) fn of_request(self, address: SocketAddr) -> Self {
         const ECONNREFUSED: i32 = 111;
         const UNREACHABLE: [i32; 4] = [101, 104, 110, 113];
@@ -425,18 +419,16 @@ const ONLY_IN_PROCESS: &str = "the device reaches no other process; to connect t
                                open the device with Device::open_default_to";
 
 /// Private data with which a message [`Listener`](crate::Listener) rejects a request without a
-/// handshake. Readable, also for peers in C.
+/// handshake, readable for peers in C, too.
 pub(crate) const FOR_MESSAGES: &[u8] =
     b"tRDM: this is a tokio-rdma listener for messages; the request has no handshake";
 
-/// Private data with which an [`RdmaListener`](crate::RdmaListener) rejects such a request.
 pub(crate) const FOR_STREAMS: &[u8] =
     b"tRDM: this is a tokio-rdma listener for byte streams; the request has no handshake";
 
 impl std::error::Error for ConnectError {}
 
-/// Errors of programs can contain this one, so it has half the limit of clippy's
-/// `result_large_err`.
+/// Errors of programs can contain this one, so it has half of clippy's `result_large_err`.
 const _: () = assert!(size_of::<ConnectError>() <= 64);
 
 wraps!(ConnectError: NoRuntime(NoRuntime), Limit(LimitError));

@@ -19,10 +19,10 @@ pub(super) struct Reactors(rdma_provider::locks::Mutex<Vec<Arc<Reactor>>>);
 struct Reactor {
     runtime: runtime::Id,
     handle: Handle,
-    /// Owns a reference to the channel, so that the descriptor is deregistered before it is closed.
+    /// References the channel, so that the descriptor is deregistered before it is closed.
     fd: Readable<Watched>,
     router: Weak<Router>,
-    /// Holds this `Reactor` weakly, because `fd` stores the waker.
+    /// Weak, because `fd` stores the waker.
     waker: Waker,
 }
 
@@ -35,7 +35,7 @@ impl AsRawFd for Watched {
 }
 
 impl Reactors {
-    /// Registers the channel with the current runtime, unless it is registered.
+    /// Does nothing if the channel is registered with the current runtime.
     pub(super) fn watch(&self, router: &Arc<Router>) -> Result<(), NoRuntime> {
         let handle = NoRuntime::or_current()?;
         let runtime = handle.id();
@@ -91,8 +91,7 @@ impl Reactors {
 }
 
 impl Reactor {
-    /// Drains the channel. Its readiness is cleared even if [`Router::drain`] leaves events to a
-    /// task.
+    /// Clears the channel's readiness even if [`Router::drain`] leaves events to a task.
     fn run(&self) {
         let Some(router) = self.router.upgrade() else { return };
         if self.fd.serve(&self.waker, || router.drain()).is_break() {

@@ -12,8 +12,8 @@ use rdma_provider::cm_contract::{CmDatagram, CmEventKind, CmPeer};
 
 use super::disconnection::Disconnection;
 
-/// The events of an id so far, each of which occurs at most once. `address` stays `None` if the
-/// provider resolves address and route in one step.
+/// Each event occurs at most once. `address` stays `None` if the provider resolves address and
+/// route in one step.
 #[derive(Debug, Default)]
 pub(super) struct IdState {
     pub(super) address: Option<Result<(), i32>>,
@@ -42,8 +42,8 @@ pub(super) enum EndReason {
     Keepalive(Disconnection),
 }
 
-/// The receiver of one id's events. It holds no lock when it wakes a task or modifies a queue pair,
-/// because both may call back into this module.
+/// Holds no lock when it wakes a task or modifies a queue pair, because both may call back into
+/// this module.
 #[derive(Debug)]
 pub(super) struct Inbox {
     seen: Mutex<Seen>,
@@ -60,15 +60,14 @@ pub(super) trait TakeRequests: std::fmt::Debug + Send + Sync {
 #[derive(Debug, Default)]
 struct Seen {
     state: IdState,
-    /// The tasks that wait for the next event. A woken task leaves the queue, because it may never
-    /// be polled again if its waker panics.
+    /// A woken task leaves the queue, because it may never be polled again if its waker panics.
     waiters: Waiters,
 }
 
 #[derive(Debug, Default)]
 struct AttachedQueuePair {
     queue_pair: Option<WeakQueuePair>,
-    /// The connection has ended, so a queue pair that is attached later fails at once.
+    /// A queue pair that is attached later fails at once.
     ended: bool,
 }
 
@@ -89,7 +88,7 @@ impl Inbox {
         later::wake(self.seen.lock().waiters.remove_all());
     }
 
-    /// Wakes the task that has waited longest. If its waker panics, wakes the next one.
+    /// If the waker of the task that has waited longest panics, wakes the next one.
     pub(super) fn wake_one(&self) {
         loop {
             let first = self.seen.lock().waiters.remove_first();

@@ -57,8 +57,8 @@ impl Keepalive {
     }
 }
 
-/// Returns the numbers of completed sends and receives. A change proves that the peer has
-/// acknowledged or sent something.
+/// A change of the number of completed sends or receives proves that the peer has acknowledged or
+/// sent something.
 fn completed(queue_pair: &QueuePair) -> (u64, u64) {
     let (send, receive) = (queue_pair.send_counters(), queue_pair.receive_counters());
     let sent = send.posted.wrapping_sub(send.in_flight.into());

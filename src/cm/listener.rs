@@ -30,28 +30,12 @@ use super::path::{LocalSource, Reads, make_ready};
 use super::router::{CreateId, Router};
 use crate::clock::{self, Sleep};
 
-/// Listens for connection requests at an address.
-///
-/// Dropping it releases the address and rejects requests that were not accepted.
-///
-/// ```
-/// use tokio_rdma::cm::{ConnectError, ListenConfig, Listener};
-/// # use tokio_rdma::Device;
-///
-/// # #[tokio::main(flavor = "current_thread")]
-/// # async fn main() -> Result<(), Box<dyn std::error::Error>> {
-/// # let device = Device::software()?;
-/// let config = ListenConfig::default().backlog(16);
-/// let listener = Listener::bind_with(&device, "127.0.0.1:0", &config).await?;
-/// let taken = Listener::bind(&device, listener.local_addr()).await;
-/// assert!(matches!(taken, Err(ConnectError::AddressInUse { .. })));
-/// # Ok(())
-/// # }
-/// ```
+/// Listens for connection requests at an address. Dropping it releases the address and rejects
+/// requests that were not accepted. The [module](super) has an example.
 ///
 /// # Cancel safety
 ///
-/// See each method.
+/// A dropped future of `bind` leaves no listener behind, and one of `accept` loses no request.
 pub struct Listener {
     bound: Mutex<Option<(Endpoint, Arc<ListenAddress>)>>,
     router: Arc<Router>,
@@ -61,15 +45,11 @@ pub struct Listener {
 }
 
 impl Listener {
-    /// Listens like [`bind_with`](Self::bind_with), with default [`ListenConfig`].
+    /// Calls [`bind_with`](Self::bind_with) with default [`ListenConfig`].
     ///
     /// # Errors
     ///
-    /// See [`bind_with`](Self::bind_with).
-    ///
-    /// # Cancel safety
-    ///
-    /// See [`bind_with`](Self::bind_with).
+    /// As for `bind_with`.
     pub async fn bind(
         device: &Device,
         address: impl ToSocketAddrs + fmt::Debug,
@@ -77,20 +57,14 @@ impl Listener {
         Self::bind_with(device, address, &ListenConfig::default()).await
     }
 
-    /// Listens at the first available of the addresses.
-    ///
-    /// Port 0 selects a free port. `0.0.0.0` stands for every IPv4 address of the device, and `::`
-    /// for every address.
+    /// Listens at the first available of the addresses. Port 0 selects a free port. `0.0.0.0`
+    /// stands for every IPv4 address of the device, and `::` for every address.
     ///
     /// # Errors
     ///
     /// [`ConnectError::AddressInUse`], [`ConnectError::AddressNotAvailable`] for an address that
     /// the device does not have, [`ConnectError::Lookup`] for an unknown host name,
     /// [`ConnectError::Setup`] for a backlog of 0, [`ConnectError::Verb`] if a verb fails.
-    ///
-    /// # Cancel safety
-    ///
-    /// Dropping the future leaves no listener behind.
     pub async fn bind_with(
         device: &Device,
         address: impl ToSocketAddrs + fmt::Debug,
@@ -99,7 +73,6 @@ impl Listener {
         Self::bind_by(device, address, config, Router::create_id).await
     }
 
-    /// Listens with the id that `create_id` makes.
     pub(super) async fn bind_by(
         device: &Device,
         address: impl ToSocketAddrs + fmt::Debug,
@@ -188,10 +161,6 @@ impl Listener {
     /// [`ConnectError::DeviceRemoved`] if no more requests can arrive. If the address moves to
     /// another network interface (`RDMA_CM_EVENT_ADDR_CHANGE` of `rdma_get_cm_event(3)`), the
     /// listener stays bound.
-    ///
-    /// # Cancel safety
-    ///
-    /// Dropping the future loses no request.
     pub async fn accept(&self) -> Result<ConnectionRequest, ConnectError> {
         self.router.watch()?;
         loop {
@@ -285,8 +254,7 @@ impl Listener {
                     (None, None) => None,
                 });
             if polled.is_pending() {
-                // Checked on each poll, because the task may have moved from a runtime that has
-                // shut down.
+                // On each poll, because the task may have moved from a runtime that has shut down.
                 self.router.watch()?;
             }
             polled
@@ -295,8 +263,7 @@ impl Listener {
     }
 }
 
-/// On drop, wakes the next acceptor if requests are left, because this one may have consumed their
-/// wake-up.
+/// Wakes the next acceptor if requests are left, because this one may have consumed their wake-up.
 struct WakeNext<'a>(&'a Listener);
 
 impl Drop for WakeNext<'_> {
@@ -357,8 +324,7 @@ impl ListenAddress {
         new
     }
 
-    /// Returns the device of the listener that conflicts with `address`. An unspecified address
-    /// conflicts with every address.
+    /// An unspecified address conflicts with every address.
     fn device_at(port_space: usize, address: SocketAddr) -> Option<String> {
         let meet = |held: &Arc<Self>| {
             let any = held.address.ip().is_unspecified() || address.ip().is_unspecified();
@@ -391,8 +357,7 @@ impl Incoming {
         Arc::new(Self { router, queue: Mutex::default(), limit: backlog as usize })
     }
 
-    /// Removes the oldest request that was not withdrawn. Moves earlier ones to `withdrawn`, to be
-    /// dropped without the lock.
+    /// Moves withdrawn requests to `withdrawn`, to be dropped without the lock.
     fn pop(&self, withdrawn: &mut Vec<Pending>) -> Option<Pending> {
         let mut queue = self.queue.lock();
         loop {
@@ -416,8 +381,8 @@ impl Incoming {
 impl TakeRequests for Incoming {
     fn push(&self, id: CmId, peer: CmPeer) -> Option<CmId> {
         let Some(router) = self.router.upgrade() else { return Some(id) };
-        // An answered peer considers the connection established, so its request is kept. The excess
-        // is bounded: the provider does not answer while the backlog is full.
+        // An answered peer considers the connection established, so its request is kept. The
+        // provider does not answer while the backlog is full, which bounds the excess.
         let answered = id.reserved().is_some();
         let mut queue = self.queue.lock();
         let mut stale = VecDeque::new();
@@ -499,8 +464,8 @@ impl ConnectionRequest {
         self.local_source.entry.index
     }
 
-    /// Returns the request's private data. Requests do not carry its length (IBTA 12.6.5), so it is
-    /// padded with zeros to 56 bytes.
+    /// Returns the request's private data, padded with zeros to 56 bytes, because requests do not
+    /// carry its length (IBTA 12.6.5).
     #[must_use]
     pub fn private_data(&self) -> &[u8] {
         &self.peer.private_data
@@ -525,8 +490,8 @@ impl ConnectionRequest {
         self.local_source.prepare(builder).number(self.reserved())
     }
 
-    /// Lets the provider answer this request, see [`Listener::answer`]. Returns true if it does;
-    /// the request must then no longer be used.
+    /// Lets the provider answer this request, see [`Listener::answer`]. If it returns true, the
+    /// request must no longer be used.
     pub(crate) fn answer_late(&self, answer: &CmAnswer) -> bool {
         self.endpoint.id().answer_late(answer)
     }
@@ -622,8 +587,7 @@ impl ConnectionRequest {
         }
     }
 
-    /// Returns `error`, or the end of the connection if that has invalidated the reserved queue
-    /// pair number.
+    /// Returns `error`, or the end of the connection if that has invalidated the reserved number.
     pub(crate) async fn explain_setup_error(
         &self,
         error: SetupError,

@@ -1,5 +1,5 @@
-//! Connections by IP address: listen, resolve a route, connect, disconnect. Also services of
-//! datagrams that clients find by address, and multicast groups.
+//! Connections by IP address, services of datagrams that clients find by address, and multicast
+//! groups.
 //!
 //! ```text
 //!  Listener::bind ─▶ accept ─▶ ConnectionRequest ─▶ prepare a queue pair ─▶ accept ─▶ CmConnection
@@ -8,14 +8,14 @@
 //! ```
 //!
 //! A [`Route`] or [`ConnectionRequest`] names the port and GID to send from, for which you build a
-//! queue pair. The queue pair is ready to use when `connect` or `accept` succeeds, and in the error
-//! state if the handshake fails.
+//! queue pair. It is ready to use when `connect` or `accept` succeeds, and in the error state if
+//! the handshake fails.
 //!
 //! Functions that return [`ConnectError`] fail with [`ConnectError::NoRuntime`] outside of a Tokio
 //! runtime with an I/O driver.
 //!
-//! For the software device, 127.0.0.1 and ::1 lead to any device of its network that listens there.
-//! Real devices use librdmacm.
+//! Real devices use librdmacm. For the software device, 127.0.0.1 and ::1 lead to any device of its
+//! network that listens there.
 //!
 //! ```
 //! use tokio_rdma::{CompletionMode, CompletionQueue, Device, Pool, QueuePair, cm};
@@ -29,19 +29,18 @@
 //!
 //! let listener = cm::Listener::bind(&device, "127.0.0.1:0").await?;
 //! let address = listener.local_addr();
+//! let config = cm::ConnectConfig::default().private_data(*b"v2");
 //! let server = async {
 //!     let request = listener.accept().await?;
-//!     assert!(request.private_data().starts_with(b"v2"));
 //!     let qp = request.prepare(QueuePair::builder(&pd, &queue)).build()?;
 //!     let received = qp.recv(pool.alloc(64).await?);
-//!     let connection = request.accept(&qp, &cm::ConnectConfig::default()).await?;
+//!     let connection = request.accept(&qp, &config).await?;
 //!     assert_eq!(&received.await?.buffer[..5], b"hello");
 //!     Ok::<_, Box<dyn std::error::Error>>((connection, qp))
 //! };
 //! let client = async {
 //!     let route = cm::resolve(&device, address).await?;
 //!     let qp = route.prepare(QueuePair::builder(&pd, &queue)).build()?;
-//!     let config = cm::ConnectConfig::default().private_data(*b"v2");
 //!     let connection = route.connect(&qp, &config).await?;
 //!     qp.send(pool.copy_from(b"hello")?).await?;
 //!     Ok::<_, Box<dyn std::error::Error>>((connection, qp))

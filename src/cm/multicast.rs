@@ -13,12 +13,10 @@ use super::error::{ConnectError, ConnectStep};
 use super::inbox::Inbox;
 use super::router::Router;
 
-/// Time in which the network must admit a member.
 const JOIN_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// The membership of a datagram queue pair in a multicast group, see
-/// [`QueuePair::join_multicast`]. Dropping it detaches the queue pair and leaves the group.
-/// Destroying the queue pair only detaches it.
+/// The membership of a queue pair in a multicast group, see [`QueuePair::join_multicast`]. Dropping
+/// it detaches the queue pair and leaves the group. Destroying the queue pair only detaches it.
 pub struct MulticastGroup {
     endpoint: Endpoint,
     queue_pair: WeakQueuePair,
@@ -27,39 +25,28 @@ pub struct MulticastGroup {
 
 impl QueuePair {
     /// Joins a multicast group, `rdma_join_multicast(3)`, from the queue pair's own address, and
-    /// attaches the queue pair, `ibv_attach_mcast(3)`. It receives a copy of each datagram that any
-    /// host sends to the group with the queue pair's Q_Key, until the returned [`MulticastGroup`]
-    /// is dropped.
+    /// attaches the queue pair, `ibv_attach_mcast(3)`. Until the returned [`MulticastGroup`] is
+    /// dropped, the queue pair receives each datagram that any host sends to the group with its
+    /// Q_Key. Join a group once for each queue pair: the first drop leaves it.
     ///
     /// Programs in C, such as `mckey(1)`, use the Q_Key [`Qkey::RDMA_UDP`]; on InfiniBand, the
     /// group has it, so the queue pair needs it, too. On the software device and on RoCE, members
     /// may agree on another one. Receive buffers need 40 more bytes, for the routing header, whose
     /// destination is the group. An own datagram arrives, too, except on adapters that do not loop
-    /// it back. Like all datagrams, those to a group may be lost.
+    /// it back.
     ///
-    /// A sender need not be a member on RoCE: an [`AddressHandle`] for the GID of the group
-    /// suffices. Join a group once for each queue pair: the first drop leaves it.
+    /// On RoCE, a sender need not be a member: an [`AddressHandle`] for the GID of the group
+    /// suffices.
     ///
     /// ```
-    /// use tokio_rdma::types::{Qkey, Qpn, Transport};
-    /// use tokio_rdma::{CompletionMode, CompletionQueue, Device, Pool, QueuePair};
+    /// use tokio_rdma::types::Qpn;
+    /// # use tokio_rdma::*;
     ///
-    /// # #[tokio::main(flavor = "current_thread")]
-    /// # async fn main() -> Result<(), Box<dyn std::error::Error>> {
-    /// # let device = Device::software()?;
-    /// let pd = device.protection_domain()?;
-    /// let queue = CompletionQueue::new(&device, CompletionMode::Event)?;
-    /// let pool = Pool::new(&pd, 64, 4)?;
-    /// let new = || {
-    ///     QueuePair::builder(&pd, &queue).transport(Transport::Ud).qkey(Qkey::RDMA_UDP).build()
-    /// };
-    /// let (speaker, listener) = (new()?, new()?);
-    /// speaker.activate()?;
-    /// listener.activate()?;
-    ///
+    /// # async fn example(speaker: &QueuePair, listener: &QueuePair, pool: &Pool)
+    /// # -> Result<(), Box<dyn std::error::Error>> {
     /// let group = listener.join_multicast("239.1.2.3".parse()?).await?;
     /// let received = listener.recv(pool.try_alloc(64)?);
-    /// let to_group = group.address_handle(&pd)?;
+    /// let to_group = group.address_handle(speaker.protection_domain())?;
     /// speaker.send_to(pool.copy_from(b"news")?, &to_group, Qpn::MULTICAST, group.qkey()).await?;
     /// assert_eq!(received.await?.buffer[40..], *b"news");
     /// # Ok(())
@@ -102,8 +89,8 @@ impl MulticastGroup {
     ///
     /// # Errors
     ///
-    /// See [`QueuePair::join_multicast`]; [`ConnectError::OtherDevice`] if the address belongs to
-    /// another device.
+    /// As for `join_multicast`; [`ConnectError::OtherDevice`] if the address belongs to another
+    /// device.
     ///
     /// # Cancel safety
     ///
@@ -183,7 +170,6 @@ impl MulticastGroup {
 
 impl Drop for MulticastGroup {
     fn drop(&mut self) {
-        // A queue pair that is closed is not attached any more.
         let Some(queue_pair) = self.queue_pair.upgrade() else { return };
         let AddressVector { dgid, dlid, .. } = self.group.address;
         if let Err(error) = queue_pair.detach_multicast(dgid, dlid)

@@ -18,7 +18,7 @@ pub(super) struct LocalSource {
     pub(super) port: PortNum,
     attr: Arc<PortAttr>,
     pub(super) entry: GidEntry,
-    /// The partition that the connection manager selects, if it does.
+    /// If the connection manager selects it.
     pkey_index: Option<u16>,
 }
 
@@ -58,8 +58,7 @@ impl LocalSource {
         builder.port_and_gid(source).default_pkey_index(self.pkey_index)
     }
 
-    /// Moves the queue pair to the partition of `config` if that names one, and refuses another
-    /// partition than the connection manager's.
+    /// Refuses another partition than the connection manager's.
     pub(super) fn join_partition(
         &self,
         queue_pair: &QueuePair,
@@ -94,7 +93,6 @@ impl LocalSource {
         }
     }
 
-    /// Checks transport, port and GID of a queue pair.
     pub(super) fn check_source(
         &self,
         device: &Device,
@@ -149,8 +147,7 @@ impl Reads {
         }
     }
 
-    /// Returns the parameters to send. They are for the peer; our own retries apply to this side
-    /// only.
+    /// The parameters are for the peer; our own retries apply to this side only.
     pub(super) fn params<'a>(
         self,
         queue_pair: &QueuePair,
@@ -181,7 +178,7 @@ impl Reads {
     }
 }
 
-/// Moves the queue pair to RTS, unless the connection manager does.
+/// Does nothing if the connection manager does it.
 pub(super) fn make_ready(
     id: &CmId,
     queue_pair: &QueuePair,

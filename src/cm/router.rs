@@ -55,7 +55,7 @@ impl Drop for DrainLock<'_> {
     }
 }
 
-/// A scheduled drain. If its runtime drops it, it is scheduled in another one.
+/// If its runtime drops it, it is scheduled in another one.
 struct DrainTask {
     router: Option<Arc<Router>>,
     runtime: runtime::Id,
@@ -74,8 +74,8 @@ impl Drop for DrainTask {
 
 const QUOTA: usize = 64;
 
-/// The router of each device, by its address. A live router keeps its device alive, so that no
-/// other device has the address.
+/// By address of the device, which a live router keeps alive, so that no other device has the
+/// address.
 static ROUTERS: Mutex<Vec<(usize, Weak<Router>)>> = Mutex::new(Vec::new());
 
 fn find(routers: &[(usize, Weak<Router>)], device: &Device) -> Option<Arc<Router>> {
@@ -83,12 +83,11 @@ fn find(routers: &[(usize, Weak<Router>)], device: &Device) -> Option<Arc<Router
     routers.iter().filter(|(of, _)| *of == address).find_map(|(_, router)| router.upgrade())
 }
 
-/// [`Router::create_id`] or [`Router::create_datagram_id`]: which port space an id is of.
+/// Makes an id of a port space.
 pub(super) type CreateId = fn(&Router) -> Result<CmId, VerbError>;
 
 impl Router {
-    /// Returns the router of a device, and lets the current runtime watch it. A router is dropped
-    /// with its last id.
+    /// Lets the current runtime watch the router, which is dropped with its last id.
     pub(super) async fn of(device: &Device) -> Result<Arc<Self>, ConnectError> {
         let router = match Self::known(device) {
             Some(router) => router,
@@ -106,7 +105,7 @@ impl Router {
     fn make(device: &Device) -> Result<Arc<Self>, VerbError> {
         let router = Arc::new(Self {
             device: device.clone(),
-            // Created before the lock on all routers is taken, because this may block.
+            // Before the lock on all routers is taken, because this may block.
             channel: Arc::new(device.context().create_cm_channel()?),
             inboxes: Mutex::default(),
             drain_state: Mutex::default(),
@@ -128,13 +127,12 @@ impl Router {
         find(&ROUTERS.lock(), device)
     }
 
-    /// Creates an id for connections. Does not block, because librdmacm writes one command, and the
-    /// kernel takes a short lock.
+    /// Does not block: librdmacm writes one command, and the kernel takes a short lock.
     pub(super) fn create_id(&self) -> Result<CmId, VerbError> {
         self.channel.create_id()
     }
 
-    /// Creates an id for datagrams; does not block either.
+    /// Does not block either.
     pub(super) fn create_datagram_id(&self) -> Result<CmId, VerbError> {
         self.channel.create_datagram_id()
     }
@@ -174,8 +172,8 @@ impl Router {
     }
 
     /// Waits until the ids given to [`dispose`](Self::dispose) are destroyed and nothing
-    /// [holds](Self::hold_disposed) it, for at most a second. Those of other devices count too if
-    /// they compete for the same addresses.
+    /// [holds](Self::hold_disposed) it, for at most a second. Other devices' ids count too if they
+    /// compete for the same addresses.
     pub(super) async fn disposed(&self) -> Result<(), ConnectError> {
         if !self.channel.may_block() {
             return Ok(());
@@ -226,7 +224,7 @@ impl Router {
             }
         }
         if !refused.is_empty() {
-            // Disposed of together, to occupy only one thread.
+            // Together, to occupy only one thread.
             self.dispose(refused);
         }
         if left == 0 {
