@@ -189,7 +189,6 @@ impl From<EndpointError> for io::Error {
     }
 }
 
-/// Implements serde: as `$fields` in human-readable formats, else as the compact form.
 #[cfg(feature = "serde")]
 macro_rules! serde_address {
     ($address:ty, $fields:ty) => {
@@ -246,7 +245,6 @@ pub(crate) mod tests {
         assert!(taken > 1000, "{taken} taken");
     }
 
-    /// Asserts that `address` with one byte replaced is refused, naming the given field.
     pub(crate) fn assert_fields_are_named<A: Address + Debug>(
         address: &A,
         cases: &[(usize, u8, &str)],

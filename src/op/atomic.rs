@@ -55,9 +55,8 @@ impl QueuePair {
         self.destination().post_atomic(WorkRequest::compare_swap(remote, compare, swap))
     }
 
-    /// Adds `add`, wrapping, to the 8 bytes of `remote`, and returns the previous value (RC).
-    ///
-    /// Otherwise like [`compare_swap`](Self::compare_swap).
+    /// Adds `add`, wrapping, to the 8 bytes of `remote`, and returns the previous value, like
+    /// [`compare_swap`](Self::compare_swap).
     #[inline]
     pub fn fetch_add(&self, remote: RemoteRegion, add: u64) -> Atomic {
         self.destination().post_atomic(WorkRequest::fetch_add(remote, add))

@@ -1,5 +1,3 @@
-//! Batches: many work requests posted with one doorbell.
-
 use std::fmt;
 use std::future::Future;
 use std::pin::Pin;
@@ -25,31 +23,23 @@ use crate::types::{Imm, SendFlags, SendOp, Transport, WrId};
 /// of a batch at once.
 ///
 /// ```
-/// # use tokio_rdma::{Access, CompletionMode, CompletionQueue, Device};
-/// # use tokio_rdma::{ExposedRegion, Pool, QueuePair};
-/// # #[tokio::main(flavor = "current_thread")]
-/// # async fn main() -> Result<(), Box<dyn std::error::Error>> {
-/// # let device = Device::open_default_or_software()?;
-/// # let pd = device.protection_domain()?;
-/// # let queue = CompletionQueue::new(&device, CompletionMode::Event)?;
-/// # let qp = QueuePair::new(&pd, &queue)?;
-/// # qp.connect(&qp.endpoint())?;
-/// # let pool = Pool::new(&pd, 512, 8)?;
-/// # let region = ExposedRegion::new(&pd, vec![0; 4096], Access::REMOTE_WRITE)?;
-/// # let remote = region.grant();
-/// let mut batch = tokio_rdma::Batch::new();
+/// use tokio_rdma::Batch;
+/// # use tokio_rdma::*;
+///
+/// # async fn example(qp: &QueuePair, pool: &Pool, remote: RemoteRegion)
+/// # -> Result<(), Box<dyn std::error::Error>> {
+/// let mut batch = Batch::new();
 /// for block in 0..8 {
 ///     batch.write(pool.try_alloc(512)?, remote.slice(block * 512..(block + 1) * 512)?);
 /// }
-/// let result = qp.post_batch(batch).await;
-/// assert!(result.is_ok());
+/// let buffers = qp.post_batch(batch).await.into_buffers()?;
 /// # Ok(())
 /// # }
 /// ```
 pub struct Batch<B> {
     entries: Entries,
     buffers: Vec<B>,
-    /// The outcomes once the batch is complete; before, successes left from an earlier use.
+    /// The outcomes; before the batch is complete, successes left from an earlier use.
     results: Vec<Result<(), OpErrorKind>>,
     failed: bool,
     signal_every: u32,
@@ -198,9 +188,9 @@ impl QueuePair {
     ///
     /// # Errors
     ///
-    /// See the [`BatchResult`] for each work request. If one is refused (too long, foreign,
-    /// unsupported), or there are more than `max_send_wr` or 2^19 of them, nothing is posted and
-    /// all fail with that error.
+    /// The [`BatchResult`] has one for each work request. If one is refused (too long, foreign,
+    /// unsupported), or there are more than `max_send_wr` or 2^19, nothing is posted and all fail
+    /// with that error.
     pub fn post_batch<B: Gather>(&self, batch: Batch<B>) -> BatchOp<B> {
         self.destination().post_batch(batch, SendFlags::empty())
     }
@@ -223,8 +213,7 @@ impl Destination<'_> {
         self.post_checked(batch, flags, batch_refusal)
     }
 
-    /// Posts a batch, but refuses work requests that consume a receive of the peer, which are
-    /// reserved for the messages of a connection.
+    /// Refuses work requests that consume a receive of the peer.
     pub(crate) fn post_one_sided<B: Gather>(self, batch: Batch<B>) -> BatchOp<B> {
         self.post_checked(batch, SendFlags::empty(), not_one_sided)
     }
@@ -289,11 +278,11 @@ type BatchCheck = fn(&SendRoute<'_>, &[BatchEntry]) -> Option<OpErrorKind>;
 
 fn batch_refusal(route: &SendRoute<'_>, entries: &[BatchEntry]) -> Option<OpErrorKind> {
     if route.to.is_some() {
-        // DC has all operations of a batch; datagrams are not batched.
+        // Datagrams are not batched; DC has all operations.
         return None;
     }
     let missing = || entries.iter().find_map(|entry| route.missing(entry.op));
-    // RC has all operations of a batch that the device has.
+    // RC has all operations that the device has.
     let Some(no_read) = route.unsupported(READ, &[Transport::Rc]) else {
         return if route.lacks_any() { missing() } else { None };
     };
@@ -388,8 +377,7 @@ impl<B: Gather> fmt::Debug for BatchOp<B> {
     }
 }
 
-/// The outcome of a batch. Work requests are in the order of their addition, and have one buffer
-/// each.
+/// The outcome of a batch, with work requests in the order of their addition, of one buffer each.
 #[derive(Debug)]
 #[must_use = "it may hold failures"]
 pub struct BatchResult<B> {

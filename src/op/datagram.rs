@@ -13,7 +13,6 @@ use crate::verbs::{AddressHandle, Device, ProtectionDomain, entry_with};
 const HEADER: usize = 40;
 /// Offset of the IPv4 header in it.
 const IPV4: usize = 20;
-/// Protocol number of UDP.
 const UDP: u8 = 17;
 
 /// The sender of a datagram, see [`Received::sender`].
@@ -40,7 +39,6 @@ pub struct DatagramSender {
 }
 
 impl DatagramSender {
-    /// Reads the routing header.
     fn set_route(&mut self, header: &[u8; HEADER]) {
         let address = |at: usize| header[at..].first_chunk::<16>().map(|bytes| Gid(*bytes));
         let ipv4 =
@@ -61,7 +59,7 @@ impl DatagramSender {
     /// which it was sent. If no active port has that address, as of a multicast group, it is from
     /// the best port and address for the sender; without a routing header, from the default port.
     ///
-    /// Creating one is a system call on most devices; keep it for further datagrams to this sender.
+    /// On most devices this is a system call; keep the handle for further datagrams to this sender.
     ///
     /// # Errors
     ///
@@ -98,8 +96,7 @@ impl DatagramSender {
     }
 }
 
-/// Returns the traffic class that a datagram probably had before a switch marked it: CE becomes
-/// ECT(0), which is more usual than ECT(1).
+/// CE becomes ECT(0), which is more usual than ECT(1).
 const fn unmarked(traffic_class: u8) -> u8 {
     const CE: u8 = 3;
     if traffic_class & CE == CE { traffic_class & !1 } else { traffic_class }
@@ -121,43 +118,11 @@ fn is_ipv4(header: &[u8; HEADER]) -> bool {
 }
 
 impl<B: Scatter + Deref<Target = [u8]>> Received<B> {
-    /// Returns who sent a datagram, to answer it.
+    /// Returns who sent a datagram, to answer it. [`DatagramListener`](crate::cm::DatagramListener)
+    /// has an example.
     ///
     /// For receives of datagram queue pairs (UD) only: of other messages the first 40 bytes are the
     /// peer's data, and the result means nothing. Returns `None` if the buffer has fewer bytes.
-    ///
-    /// ```
-    /// use tokio_rdma::types::{AddressVector, Qkey, Transport};
-    /// use tokio_rdma::{CompletionMode, CompletionQueue, Device, Pool, QueuePair};
-    ///
-    /// # #[tokio::main(flavor = "current_thread")]
-    /// # async fn main() -> Result<(), Box<dyn std::error::Error>> {
-    /// # let device = Device::open_default_or_software()?;
-    /// # let pd = device.protection_domain()?;
-    /// const KEY: Qkey = Qkey(0x1234);
-    /// let queue = CompletionQueue::new(&device, CompletionMode::Event)?;
-    /// let new = || QueuePair::builder(&pd, &queue).transport(Transport::Ud).qkey(KEY).build();
-    /// let (client, server) = (new()?, new()?);
-    /// client.activate()?;
-    /// server.activate()?;
-    /// let pool = Pool::new(&pd, 64, 4)?;
-    /// # let (port, entry) = device.default_path()?;
-    /// # let endpoint = server.endpoint();
-    /// # let to_server = AddressVector::new(port.port, entry.index, endpoint.gid);
-    /// # let to_server = AddressVector { dlid: endpoint.lid, ..to_server };
-    /// # let to_server = pd.address_handle(&to_server)?;
-    /// let request = server.recv(pool.try_alloc(64)?);
-    /// client.send_to(pool.copy_from(b"question")?, &to_server, server.qpn(), KEY).await?;
-    ///
-    /// let sender = request.await?.sender().ok_or("no header")?;
-    /// assert_eq!(sender.qpn, client.qpn());
-    /// let answer = client.recv(pool.try_alloc(64)?);
-    /// let to_client = sender.address_handle(&pd)?;
-    /// server.send_to(pool.copy_from(b"answer")?, &to_client, sender.qpn, KEY).await?;
-    /// assert_eq!(answer.await?.buffer[40..], *b"answer");
-    /// # Ok(())
-    /// # }
-    /// ```
     #[must_use]
     pub fn sender(&self) -> Option<DatagramSender> {
         let header = self.buffer.first_chunk::<HEADER>()?;

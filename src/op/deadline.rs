@@ -25,9 +25,7 @@ const REVOKED: OpErrorKind = OpErrorKind::TimedOut { outcome: Outcome::MaybeExec
 const WITHDRAWN: OpErrorKind = OpErrorKind::TimedOut { outcome: Outcome::NotSent };
 
 /// A future that a deadline can revoke: an [`Operation`], an [`Atomic`], a [`BatchOp`], or one of
-/// these in a [pool of DC initiators](crate::dc::PooledOperation).
-///
-/// This trait is sealed.
+/// these in a [pool of DC initiators](crate::dc::PooledOperation). This trait is sealed.
 pub trait Revocable: Future + Unpin + Sized {
     /// The result of a success.
     type Success;
@@ -80,16 +78,15 @@ impl<'a> Work<'a> {
 ///
 /// The future returns the result of the operation, even if it becomes known after the deadline.
 /// Otherwise the deadline revokes the operation, and the future returns
-/// [`TimedOut`](OpErrorKind::TimedOut) with the buffers, which the device no longer accesses. How
-/// depends on where the operation is:
+/// [`TimedOut`](OpErrorKind::TimedOut) with the buffers, which the device no longer accesses:
 ///
-/// - A work request that is still queued, outside of a batch, is removed from the queue. An
-///   operation of a pool that waits for an initiator is removed too. The queue pair is unharmed.
+/// - A work request that is still queued, outside of a batch, is removed from the queue, as is an
+///   operation of a pool that waits for an initiator. The queue pair is unharmed.
 /// - Otherwise the queue pair is moved to the error state, because hardware cannot revoke one work
-///   request. The device flushes all its work. **The queue pair is lost**, even if this operation
-///   has won the race: other operations on it end with [`WR_FLUSH_ERR`](WcStatus::WR_FLUSH_ERR),
-///   and a connection closes. A DC initiator continues after a
-///   [`repair`](crate::dc::DcInitiator::repair), which a [pool](crate::dc::DcPool) does itself.
+///   request. **The queue pair is lost**, even if this operation has won the race: other operations
+///   on it end with [`WR_FLUSH_ERR`](WcStatus::WR_FLUSH_ERR), and a connection closes. A DC
+///   initiator continues after a [`repair`](crate::dc::DcInitiator::repair), which a
+///   [pool](crate::dc::DcPool) does itself.
 ///
 /// If the device refuses the change of state, or has not flushed the operation after one second,
 /// the queue pair is destroyed. If the device refuses that too, [`DeadlineError::NotRevoked`]
@@ -115,23 +112,12 @@ impl<'a> Work<'a> {
 ///
 /// ```
 /// # use std::time::Duration;
-/// # use tokio_rdma::{CompletionMode, CompletionQueue, Device};
-/// # use tokio_rdma::{OpErrorKind, Pool, QueuePair};
-/// # #[tokio::main(flavor = "current_thread")]
-/// # async fn main() -> Result<(), Box<dyn std::error::Error>> {
-/// # let device = Device::software()?;
-/// # let pd = device.protection_domain()?;
-/// # let queue = CompletionQueue::new(&device, CompletionMode::Event)?;
-/// # let (ours, theirs) = (QueuePair::new(&pd, &queue)?, QueuePair::new(&pd, &queue)?);
-/// # ours.connect(&theirs.endpoint())?;
-/// # theirs.connect(&ours.endpoint())?;
-/// let pool = Pool::new(&pd, 64, 1)?;
-/// let receive = ours.recv(pool.alloc(64).await?).within(Duration::from_millis(1));
+/// # use tokio_rdma::*;
+/// # async fn example(qp: &QueuePair, buffer: BufMut) -> Result<(), &'static str> {
+/// let receive = qp.recv(buffer).within(Duration::from_millis(1));
 /// let error = receive.await.unwrap_err();
 /// assert!(matches!(error.kind(), OpErrorKind::TimedOut { .. }));
-/// let buffer = error.into_result().map_err(|_| "the device keeps the buffer")?.into_buffer();
-/// // A later message of the peer fails, and the buffer stays as it is.
-/// # drop(buffer);
+/// let buffer = error.into_buffer().ok_or("the device keeps the buffer")?;
 /// # Ok(())
 /// # }
 /// ```
@@ -146,7 +132,6 @@ pub struct Within<O: Revocable> {
 enum Stage {
     Running,
     Flushing,
-    /// The queue pair was destroyed, or cannot be.
     Over,
 }
 
@@ -367,8 +352,8 @@ impl<B: Gather> Revocable for BatchOp<B> {
 macro_rules! deadlines {
     ($(($($generics:tt)*) $of:ty),*) => {
         $(impl<$($generics)*> $of {
-            /// Limits the operation to `limit` from now. The deadline revokes it, at the price of
-            /// its queue pair: see [`Within`].
+            /// Limits the operation to `limit` from now, at the price of its queue pair: see
+            /// [`Within`].
             pub fn within(self, limit: Duration) -> Within<Self> {
                 self.deadline(clock::deadline(limit))
             }

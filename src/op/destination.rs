@@ -1,5 +1,3 @@
-//! The posting core: every send operation is checked and posted here, whichever object offers it.
-
 #![forbid(unsafe_code)]
 
 use std::sync::Arc;
@@ -46,7 +44,7 @@ impl<'a> Destination<'a> {
         Destination(self.0.map(|route| SendRoute { to: Some(receiver), ..route }))
     }
 
-    /// Returns the route of a batch, whose operations the caller checks.
+    /// The caller checks the operations of the batch.
     pub(super) fn route(self) -> Result<SendRoute<'a>, OpErrorKind> {
         self.0
     }
@@ -91,8 +89,7 @@ impl<'a> Destination<'a> {
 }
 
 impl SendRoute<'_> {
-    /// Returns why the transport lacks the operation, if it does. It is a constant in every
-    /// caller, so only the comparison of the transport remains at run time.
+    /// The result is constant in every caller, except for the comparison of the transport.
     #[inline]
     fn refusal(self, kind: WorkKind) -> Option<OpErrorKind> {
         use Transport::{Rc, Uc, Ud};
@@ -128,13 +125,12 @@ impl SendRoute<'_> {
         by_transport.or_else(|| self.missing(op))
     }
 
-    /// Returns whether the device lacks an operation, so that each must be checked.
+    /// If so, each operation must be checked.
     #[inline]
     pub(super) const fn lacks_any(self) -> bool {
         !(self.queue_pair.immediate && self.queue_pair.atomics)
     }
 
-    /// Returns why the device lacks the operation, if it does.
     #[inline]
     pub(super) fn missing(self, op: SendOp) -> Option<OpErrorKind> {
         let (has, what) = match op {

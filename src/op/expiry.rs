@@ -38,7 +38,7 @@ impl Expiry {
     }
 
     pub(super) fn set(&mut self, deadline: Instant) -> Result<(), SetupError> {
-        // The thread is needed first: a lease without it keeps its earlier deadline.
+        // First, because a lease without the thread keeps its earlier deadline.
         let alarm = Alarm::revoking(deadline, Waker::from(self.shared.clone()));
         let alarm = alarm.map_err(|error| VerbError::no_thread(&error))?;
         match &mut *self.shared.state.lock() {
@@ -55,7 +55,7 @@ impl Expiry {
         matches!(*self.shared.state.lock(), State::Expired)
     }
 
-    /// Discards the deadline. Returns false if the lease has expired.
+    /// Returns false if the lease has expired.
     pub(super) fn end(self) -> bool {
         match &mut *self.shared.state.lock() {
             State::Until(until) => {

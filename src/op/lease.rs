@@ -16,31 +16,25 @@ use crate::memory::RemoteRegion;
 use crate::memory::{BoundWindow, ExposedRegion, Gather, PdKey, Sealed};
 use crate::types::{Access, Rkey, SendOp, WorkCompletion};
 
-/// A part of an [`ExposedRegion`] that only the peer of one queue pair may access: a type 2 memory
-/// window.
+/// A type 2 memory window: a part of an [`ExposedRegion`] that only the peer of one queue pair may
+/// access. The access ends, and the region can be reclaimed, in one of four ways:
 ///
-/// The access ends, and the region can be reclaimed, in one of four ways:
-///
-/// - [`revoke`](Self::revoke), or a drop, deallocates the window (`ibv_dealloc_mw(3)`) before it
-///   returns. It works in every state of the queue pair and the peer, and is the only choice if the
-///   peer may invalidate the key.
+/// - [`revoke`](Self::revoke), or a drop, deallocates the window (`ibv_dealloc_mw(3)`), in every
+///   state of the queue pair. It is the only choice if the peer may invalidate the key.
 /// - [`invalidate`](Self::invalidate) posts an invalidation, ordered after all earlier work. A
 ///   later lease reuses the window, which is cheaper on hardware.
 /// - The queue pair is closed or dropped.
-/// - The [deadline](Self::expire_at) passes. The window is then deallocated without a task, so a
-///   silent or separated peer keeps no access.
+/// - The [deadline](Self::expire_at) passes, even if the peer is silent and no task runs.
 ///
 /// A peer that uses the key afterwards gets
 /// [`REM_ACCESS_ERR`](crate::types::WcStatus::REM_ACCESS_ERR), and the connection fails.
 ///
 /// ```
-/// # use tokio_rdma::{Access, CompletionMode, CompletionQueue, Device};
-/// # use tokio_rdma::{ExposedRegion, Pool, QueuePair};
+/// # use tokio_rdma::*;
 /// # #[tokio::main(flavor = "current_thread")]
 /// # async fn main() -> Result<(), Box<dyn std::error::Error>> {
-/// # let device = Device::software()?;
-/// # let pd = device.protection_domain()?;
-/// # let queue = CompletionQueue::new(&device, CompletionMode::Event)?;
+/// # let pd = Device::software()?.protection_domain()?;
+/// # let queue = CompletionQueue::new(pd.device(), CompletionMode::Event)?;
 /// # let (ours, theirs) = (QueuePair::new(&pd, &queue)?, QueuePair::new(&pd, &queue)?);
 /// # ours.connect(&theirs.endpoint())?;
 /// # theirs.connect(&ours.endpoint())?;
@@ -64,7 +58,7 @@ pub struct Leased {
     window: BoundWindow,
     grant: RemoteRegion,
     access: Access,
-    /// A lease does not keep its queue pair open.
+    /// Does not keep the queue pair open.
     queue: Arc<WorkQueue>,
     expiry: Option<Expiry>,
 }
@@ -97,10 +91,10 @@ pub type Invalidate = Operation<InvalidateLease>;
 
 impl QueuePair {
     /// Grants only the peer of this queue pair the rights `access` to `range` of `region` (RC, UC),
-    /// by a type 2 memory window, `ibv_bind_mw(3)`.
+    /// `ibv_bind_mw(3)`.
     ///
-    /// The region needs no right but [`Access::MW_BIND`]; with it alone, it is accessible through
-    /// leases only. The binding is ordered with the work before and after it, so you may send the
+    /// The region needs only [`Access::MW_BIND`]; with it alone, it is accessible through leases
+    /// only. The binding is ordered with the work before and after it, so you may send the
     /// [`grant`](Lease::grant) in a message immediately.
     ///
     /// # Errors
@@ -114,7 +108,7 @@ impl QueuePair {
     /// - [`OpErrorKind::Post`] if no window can be allocated.
     ///
     /// From the completion: [`MW_BIND_ERR`](crate::types::WcStatus::MW_BIND_ERR) if the device
-    /// refuses. The connection has failed then.
+    /// refuses, which fails the connection.
     pub fn lease(
         &self,
         region: &ExposedRegion,
@@ -163,42 +157,16 @@ impl Lease {
         self.leased.access
     }
 
-    /// Sets or moves the deadline of the lease: the access is [revoked](Self::revoke) at
-    /// `deadline`, by a thread of this crate, whether or not any task runs. Afterwards the region
-    /// can be [reclaimed](ExposedRegion::into_storage).
-    ///
-    /// A peer needs this deadline to know whether its WRITE that has [timed
-    /// out](OpErrorKind::TimedOut) can still change the memory: after the deadline it cannot.
+    /// Sets or moves the deadline of the lease: at `deadline`, a thread of this crate
+    /// [revokes](Self::revoke) the access. Afterwards a WRITE of the peer that has [timed
+    /// out](OpErrorKind::TimedOut) can no longer change the memory.
     ///
     /// - The deadline is in real time, or, in a simulated network, by the clock of
     ///   [`software::now`](crate::software::now). It holds even if the lease is leaked.
-    /// - If it passes while an [invalidation](Self::invalidate) is in flight, the invalidation
-    ///   fails, and the connection with it.
+    /// - An [invalidation](Self::invalidate) in flight at the deadline fails, and the connection
+    ///   with it.
     /// - If the device refuses to deallocate the window, the peer may keep access, and the region
     ///   is leaked.
-    ///
-    /// ```
-    /// # use std::time::{Duration, Instant};
-    /// # use tokio_rdma::{Access, CompletionMode, CompletionQueue, Device};
-    /// # use tokio_rdma::{ExposedRegion, QueuePair};
-    /// # #[tokio::main(flavor = "current_thread")]
-    /// # async fn main() -> Result<(), Box<dyn std::error::Error>> {
-    /// # let device = Device::software()?;
-    /// # let pd = device.protection_domain()?;
-    /// # let queue = CompletionQueue::new(&device, CompletionMode::Event)?;
-    /// # let (ours, theirs) = (QueuePair::new(&pd, &queue)?, QueuePair::new(&pd, &queue)?);
-    /// # ours.connect(&theirs.endpoint())?;
-    /// # theirs.connect(&ours.endpoint())?;
-    /// let region = ExposedRegion::new(&pd, vec![0; 4096], Access::MW_BIND)?;
-    /// let mut lease = ours.lease(&region, 0..64, Access::REMOTE_WRITE).await?;
-    /// lease.expire_at(Instant::now() + Duration::from_millis(20))?;
-    /// // The peer is silent.
-    /// lease.expired().await;
-    /// let memory: Vec<u8> = region.into_storage().map_err(|_| "still leased")?;
-    /// # drop(memory);
-    /// # Ok(())
-    /// # }
-    /// ```
     ///
     /// # Errors
     ///
@@ -215,14 +183,13 @@ impl Lease {
     }
 
     /// Returns true if the [deadline](Self::expire_at) has revoked the access, or the device has
-    /// refused that.
+    /// refused.
     #[must_use]
     pub fn has_expired(&self) -> bool {
         self.leased.expiry.as_ref().is_some_and(Expiry::has_expired)
     }
 
-    /// Waits until the [deadline](Self::expire_at) has revoked the access. Never returns without a
-    /// deadline.
+    /// Waits until the [deadline](Self::expire_at) has revoked the access, or forever without one.
     ///
     /// # Cancel safety
     ///
@@ -234,8 +201,7 @@ impl Lease {
         }
     }
 
-    /// Revokes the access before it returns. On hardware, this is a system call of a few
-    /// microseconds.
+    /// Revokes the access before it returns, on hardware by a system call of a few microseconds.
     pub fn revoke(self) {
         drop(self);
     }
@@ -249,7 +215,8 @@ impl Lease {
     ///   [`MW_BIND_ERR`](crate::types::WcStatus::MW_BIND_ERR), if the peer has invalidated the key.
     ///   The connection has failed then.
     /// - [`OpErrorKind::Closed`] if the queue pair is closed.
-    /// - [`OpErrorKind::TimedOut`] if the lease has [expired](Self::expire_at). Nothing was posted.
+    /// - [`OpErrorKind::TimedOut`], before anything is posted, if the lease has
+    ///   [expired](Self::expire_at).
     pub fn invalidate(self) -> Invalidate {
         let queue = self.leased.queue.clone();
         let request = WorkRequest::local(SendOp::LocalInvalidate(self.rkey()));
@@ -296,7 +263,7 @@ impl OperationKind for BindLease {
     fn into_buffer(_leased: Leased) {}
 }
 
-/// The kind of invalidations: returns the window to the queue pair.
+/// Returns the window to the queue pair.
 #[derive(Debug)]
 pub struct InvalidateLease(());
 

@@ -12,7 +12,6 @@ use crate::memory::{Gather, Sealed as _};
 use crate::types::{WorkCompletion, WrId};
 
 /// The kind of an [`Operation`]: what it owns while it is in flight and what its future returns.
-///
 /// This trait is sealed.
 pub trait OperationKind: Unpin + 'static {
     /// The buffers and handles that the operation owns while it is in flight.
@@ -55,7 +54,6 @@ pub struct Operation<F: OperationKind> {
 }
 
 impl<F: OperationKind> Operation<F> {
-    /// Posts or queues a work request for the buffers of `held`.
     #[inline(always)]
     pub(crate) fn post(queue: &Arc<WorkQueue>, request: WorkRequest<'_>, held: F::Held) -> Self {
         // A panic leaks `held`, as in `leak_on_panic`.
@@ -91,8 +89,7 @@ impl<F: OperationKind> Operation<F> {
         }
     }
 
-    /// Returns true if awaiting the operation would return immediately. May poll the device, but
-    /// does not wait.
+    /// Returns true if awaiting the operation would return immediately. May poll the device.
     pub fn is_finished(&self) -> bool {
         self.in_flight.is_finished()
     }
@@ -101,7 +98,7 @@ impl<F: OperationKind> Operation<F> {
         self.in_flight.is_complete()
     }
 
-    /// Polls without the budget of the task, for code that several tasks share.
+    /// Polls without the task's budget, for code that several tasks share.
     #[inline]
     pub(crate) fn poll_unconstrained(
         &mut self,
@@ -142,8 +139,8 @@ impl<F: OperationKind> Operation<F> {
     }
 }
 
-/// Posts or queues what [`submit_now`](WorkQueue::submit_now) does not: inline bytes, several
-/// buffers, work for a receiver, and all work without capacity. `held` is in memory only here.
+/// Posts what [`submit_now`](WorkQueue::submit_now) does not: inline bytes, several buffers, work
+/// for a receiver, and all work without capacity. `held` is in memory only here.
 #[cold]
 fn submit_other<B: Gather>(
     queue: &Arc<WorkQueue>,
@@ -158,8 +155,7 @@ fn submit_other<B: Gather>(
     (claim, held)
 }
 
-/// Calls `post`. If it panics, `held` is leaked: the device or the wait queue may already use the
-/// buffers.
+/// If `post` panics, `held` is leaked: the device or the wait queue may already use the buffers.
 #[inline]
 pub(crate) fn leak_on_panic<B, R>(held: B, post: impl FnOnce(&B) -> R) -> (R, B) {
     let held = ManuallyDrop::new(held);

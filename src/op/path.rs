@@ -14,21 +14,9 @@ use crate::verbs::Device;
 /// connection or listener is created.
 ///
 /// ```
-/// use tokio_rdma::{PathConfig, QueuePair};
-/// # use tokio_rdma::{CompletionMode, CompletionQueue, Device};
+/// use tokio_rdma::{ConnectionConfig, PathConfig};
 ///
-/// # fn main() -> Result<(), Box<dyn std::error::Error>> {
-/// # let device = Device::software()?;
-/// # let pd = device.protection_domain()?;
-/// # let queue = CompletionQueue::new(&device, CompletionMode::Event)?;
-/// let path = PathConfig::default().dscp(26).hop_limit(8);
-/// let ours = QueuePair::builder(&pd, &queue).path(path).build()?;
-/// let theirs = QueuePair::builder(&pd, &queue).path(path).build()?;
-/// ours.connect(&theirs.endpoint())?;
-/// let address = ours.query()?.1.address.unwrap();
-/// assert_eq!((address.traffic_class, address.hop_limit), (26 << 2, 8));
-/// # Ok(())
-/// # }
+/// let config = ConnectionConfig::default().path(PathConfig::default().dscp(26).hop_limit(8));
 /// ```
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 #[must_use]
@@ -50,62 +38,59 @@ enum Partition {
 }
 
 impl PathConfig {
-    /// Sets the traffic class of RoCE packets, 0 to 255. Its upper six bits are the DSCP, its lower
-    /// two are ECN. It is `traffic_class` of `ibv_create_ah(3)`, and the type of service of
-    /// `rdma_set_option(3)`.
+    /// Sets the traffic class of RoCE packets, 0 to 255: six bits of DSCP, then two of ECN. It is
+    /// `traffic_class` of `ibv_create_ah(3)`, and the type of service of `rdma_set_option(3)`.
     ///
     /// The default is the value of environment variable `TOKIO_RDMA_TRAFFIC_CLASS`, decimal or
     /// hexadecimal (`104` or `0x68`), which each queue pair and DC target reads when it is built.
-    /// Another value of the variable fails with EINVAL. Without the variable, the default is 0 or,
-    /// for connections by address, what the connection manager selects.
+    /// An invalid value fails with EINVAL. Without the variable, the default is 0 or, for
+    /// connections by address, what the connection manager selects.
     pub const fn traffic_class(mut self, traffic_class: u8) -> Self {
         self.traffic_class = Some(traffic_class as u16);
         self
     }
 
-    /// Sets the [traffic class](Self::traffic_class) to this DSCP, 0 to 63, with ECN bits 0. For
-    /// example, DSCP 26 is traffic class 104.
+    /// Sets the [traffic class](Self::traffic_class) to this DSCP, 0 to 63, with ECN bits 0: DSCP
+    /// 26 is traffic class 104.
     pub const fn dscp(mut self, dscp: u8) -> Self {
         self.traffic_class = Some((dscp as u16) << 2);
         self
     }
 
-    /// Sets the service level, 0 to 15; default 0. InfiniBand switches select the virtual lane by
-    /// it. On Ethernet it is the priority of VLAN tags, unless the kernel derives that from the
-    /// traffic class. It is `sl` of `ibv_create_ah(3)`.
+    /// Sets the service level, 0 to 15, `sl` of `ibv_create_ah(3)`; default 0. InfiniBand switches
+    /// select the virtual lane by it. On Ethernet it is the priority of VLAN tags, unless the
+    /// kernel derives that from the traffic class.
     pub const fn service_level(mut self, service_level: u8) -> Self {
         self.service_level = Some(service_level);
         self
     }
 
-    /// Sets the flow label of IPv6 packets, 20 bits; default 0. Over IPv4, some adapters derive the
-    /// UDP source port from it, by which switches choose between equal routes. It is `flow_label`
-    /// of `ibv_create_ah(3)`.
+    /// Sets the flow label of IPv6 packets, 20 bits, `flow_label` of `ibv_create_ah(3)`; default 0.
+    /// Over IPv4, some adapters derive the UDP source port from it, by which switches choose
+    /// between equal routes.
     pub const fn flow_label(mut self, flow_label: u32) -> Self {
         self.flow_label = Some(flow_label);
         self
     }
 
-    /// Sets how many routers RoCE packets may pass, 1 to 255; default 64. It is `hop_limit` of
-    /// `ibv_create_ah(3)`. The kernel may replace it by the hop limit of the IP route, as it does
-    /// for SoftRoCE.
+    /// Sets how many routers RoCE packets may pass, 1 to 255, `hop_limit` of `ibv_create_ah(3)`;
+    /// default 64. The kernel may replace it by the hop limit of the IP route, as it does for
+    /// SoftRoCE.
     pub const fn hop_limit(mut self, hop_limit: u8) -> Self {
         self.hop_limit = Some(hop_limit);
         self
     }
 
-    /// Limits the rate at which the device sends to the peer; default the rate of the port. It is
-    /// for a peer or a switch with a slower link, and `static_rate` of `ibv_create_ah(3)`.
-    ///
-    /// A ConnectX without this rate takes a lower one, or none. The software device and SoftRoCE
-    /// ignore it.
+    /// Limits the rate at which the device sends to the peer, for a slower link of the peer or a
+    /// switch, `static_rate` of `ibv_create_ah(3)`; default the rate of the port. A ConnectX
+    /// without this rate takes a lower one, or none. The software device and SoftRoCE ignore it.
     pub const fn static_rate(mut self, rate: StaticRate) -> Self {
         self.static_rate = Some(rate);
         self
     }
 
-    /// Limits the payload of a packet; default the MTU of the port. It is `path_mtu` of
-    /// `ibv_modify_qp(3)`.
+    /// Limits the payload of a packet, `path_mtu` of `ibv_modify_qp(3)`; default the MTU of the
+    /// port.
     ///
     /// A [`QueuePairEndpoint`](crate::QueuePairEndpoint) announces it to the peer. Connections by
     /// address do not, so both ends must set the same limit: devices refuse longer packets.
@@ -116,22 +101,20 @@ impl PathConfig {
 
     /// Sets the partition to that of this P_Key, for example `0x8001`; default the first entry of
     /// the port's table or, for connections by address, the partition of the route or the request.
-    ///
-    /// The port's [table](Device::pkey_table) decides whether the queue pair is a full member of
-    /// the partition, which is the highest bit of an entry. The highest bit of `pkey` is ignored.
-    /// If the table has both, the queue pair is a full member. Packets are exchanged between queue
-    /// pairs of one partition of which at least one is a full member; others are dropped, and
-    /// [`PortAttr::bad_pkeys`] counts them.
-    ///
     /// A partition that the table lacks fails with [`SetupError::NoPkey`].
+    ///
+    /// The highest bit of an entry of the port's [table](Device::pkey_table) makes the queue pair a
+    /// full member of the partition; that of `pkey` is ignored. If the table has both entries, the
+    /// queue pair is a full member. Packets are exchanged within a partition if the sender or the
+    /// receiver is a full member; others are dropped, and [`PortAttr::bad_pkeys`] counts them.
     pub const fn pkey(mut self, pkey: u16) -> Self {
         self.partition = Some(Partition::Pkey(pkey));
         self
     }
 
-    /// Sets the partition to that of an entry of the port's [table](Device::pkey_table), like
-    /// [`pkey`](Self::pkey), which it replaces. It is `pkey_index` of `ibv_modify_qp(3)`. An index
-    /// beyond the table fails with [`SetupError::Limit`].
+    /// Sets the partition, like [`pkey`](Self::pkey), which it replaces, by the index of an entry,
+    /// `pkey_index` of `ibv_modify_qp(3)`. An index beyond the table fails with
+    /// [`SetupError::Limit`].
     pub const fn pkey_index(mut self, index: u16) -> Self {
         self.partition = Some(Partition::Index(index));
         self
@@ -191,7 +174,7 @@ impl PathConfig {
     pub(crate) fn check_on(&self, device: &Device) -> Result<(), SetupError> {
         self.check()?;
         let mut found = Ok(());
-        // A port that has it suffices.
+        // One port suffices.
         for port in (1..=device.attr().ports).filter(|_| self.names_partition()) {
             let port = device.known_port(PortNum(port))?;
             found = self.partition(device, &port).map(drop);
@@ -202,7 +185,7 @@ impl PathConfig {
         found
     }
 
-    /// Returns these settings, checked, with the default traffic class if none is set.
+    /// Checks the settings and applies the default traffic class.
     pub(crate) fn resolved(mut self) -> Result<Self, SetupError> {
         self.check()?;
         if self.traffic_class.is_none() {
@@ -211,7 +194,7 @@ impl PathConfig {
         Ok(self)
     }
 
-    /// Returns these settings, and those of `other` for fields that are not set.
+    /// Takes the fields that are not set from `other`.
     #[cfg(not(loom))]
     pub(crate) fn or(self, other: Self) -> Self {
         Self {
@@ -225,7 +208,7 @@ impl PathConfig {
         }
     }
 
-    /// Returns `address` with the fields that are set, which have been [checked](Self::check).
+    /// Returns `address` with the fields that are set. Requires a [check](Self::check).
     pub(crate) fn applied(&self, address: AddressVector) -> AddressVector {
         AddressVector {
             traffic_class: self.traffic_class.map_or(address.traffic_class, |class| class as u8),
@@ -242,7 +225,7 @@ impl PathConfig {
     }
 }
 
-/// Returns the index of the entry for the partition of `pkey`: a full member if possible.
+/// Prefers the entry of a full member.
 fn index_of(pkey: u16, table: &[u16]) -> Option<u16> {
     const FULL_MEMBER: u16 = 0x8000;
     let partition = pkey & !FULL_MEMBER;
@@ -252,8 +235,6 @@ fn index_of(pkey: u16, table: &[u16]) -> Option<u16> {
     found.filter(|_| partition != 0).and_then(|index| u16::try_from(index).ok())
 }
 
-/// Returns the traffic class of paths that set none, or `None` without environment variable
-/// `TOKIO_RDMA_TRAFFIC_CLASS`.
 pub(crate) fn default_traffic_class() -> Result<Option<u8>, VerbError> {
     std::env::var_os(TRAFFIC_CLASS).as_deref().map(parse_traffic_class).transpose()
 }

@@ -12,17 +12,16 @@ use crate::verbs::Qp;
 /// The addresses of the state that each post to a connected queue pair uses.
 ///
 /// They are prefetched and never accessed, so they may be stale. Prefetched together when a post
-/// begins, they cost one wait, instead of one wait for each pointer on the path. Each handle has a
-/// copy, because a common object would cost a wait itself.
-///
-/// Only the handle that connects the queue pair, and clones made later, know the peer and the slot.
+/// begins, they cost one wait, instead of one for each pointer on the path. Each handle has a copy,
+/// because a common object would cost a wait itself. Only the handle that connects the queue pair,
+/// and clones made later, know the peer and the slot.
 pub(super) struct PostState {
     own: Option<NonZeroUsize>,
     /// The peer's state, or this queue pair's own while the peer is unknown.
     peer: AtomicUsize,
     qp: usize,
     queue: usize,
-    /// The slot that is used while at most one operation is in flight; 0 while it is unknown.
+    /// While at most one operation is in flight; 0 if unknown.
     slot: AtomicUsize,
 }
 

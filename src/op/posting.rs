@@ -16,24 +16,13 @@ use crate::memory::{Gather, RemoteRegion, Scatter};
 use crate::types::{Imm, Qkey, Qpn, SendFlags};
 use crate::verbs::AddressHandle;
 
-/// A destination and the options of operations that are not posted yet.
-///
-/// Calling an operation posts it, so its options come first. They can be combined:
+/// A destination with the options of operations, which come first because calling an operation
+/// posts it. They can be combined:
 ///
 /// ```
-/// # use tokio_rdma::{CompletionMode, CompletionQueue, Device, Imm, Pool, QueuePair};
-/// # #[tokio::main(flavor = "current_thread")]
-/// # async fn main() -> Result<(), Box<dyn std::error::Error>> {
-/// # let device = Device::open_default_or_software()?;
-/// # let pd = device.protection_domain()?;
-/// # let queue = CompletionQueue::new(&device, CompletionMode::Event)?;
-/// # let pool = Pool::new(&pd, 64, 4)?;
-/// # let (ours, theirs) = (QueuePair::new(&pd, &queue)?, QueuePair::new(&pd, &queue)?);
-/// # ours.connect(&theirs.endpoint())?;
-/// # theirs.connect(&ours.endpoint())?;
-/// let receive = theirs.recv(pool.alloc(64).await?);
-/// ours.fenced().with_imm(Imm(7)).send(pool.copy_from(b"hello")?).await?;
-/// assert_eq!(receive.await?.imm, Some(Imm(7)));
+/// # use tokio_rdma::*;
+/// # async fn example(qp: &QueuePair, buffer: Buf) -> Result<(), OpError<Buf>> {
+/// qp.fenced().with_imm(Imm(7)).send(buffer).await?;
 /// # Ok(())
 /// # }
 /// ```
@@ -55,11 +44,9 @@ pub struct Posting<P, X = ()> {
     extra: X,
 }
 
-/// A destination of operations with options: of a queue pair or a DC initiator
-/// ([`Destination`]), of a pool ([`DcPoolPeer`](crate::dc::DcPoolPeer)) or of a lease of one
-/// ([`DcLease`](crate::dc::DcLease)).
-///
-/// This trait is sealed.
+/// A destination of operations with options: of a queue pair or a DC initiator ([`Destination`]),
+/// of a pool ([`DcPoolPeer`](crate::dc::DcPoolPeer)) or of a lease of one
+/// ([`DcLease`](crate::dc::DcLease)). This trait is sealed.
 pub trait Poster: Copy {
     /// The future of an operation: `F`, or a [`PooledOperation<F>`](crate::dc::PooledOperation) if
     /// it may wait for an initiator.
@@ -272,8 +259,7 @@ impl<P: Poster> Posting<P, Imm> {
         self.post_inline(WorkRequest::send_with_imm(self.extra), bytes)
     }
 
-    /// Posts a WRITE that consumes a receive of the peer, which reports the immediate data and the
-    /// number of bytes.
+    /// Posts a WRITE, see [`QueuePair::with_imm`].
     #[inline]
     pub fn write<B: Gather>(self, buffer: B, remote: RemoteRegion) -> P::Posted<Write<B>> {
         self.post(WorkRequest::write_with_imm(remote, self.extra), buffer)
@@ -299,14 +285,13 @@ impl<P: Poster> Posting<P, RemoteRegion> {
 }
 
 impl<P: Poster, X> Posting<P, X> {
-    /// Makes the operations wait for all READs and atomics posted before, see
-    /// [`QueuePair::fenced`].
+    /// Adds a fence, see [`QueuePair::fenced`].
     #[inline]
     pub fn fenced(self) -> Self {
         Self { flags: self.flags | SendFlags::FENCE, ..self }
     }
 
-    /// Makes messages raise a solicited event at the receiver, see [`QueuePair::solicited`].
+    /// Requests solicited events, see [`QueuePair::solicited`].
     #[inline]
     pub fn solicited(self) -> Self {
         Self { flags: self.flags | SendFlags::SOLICITED, ..self }
@@ -449,7 +434,7 @@ impl QueuePair {
     ///
     /// # Errors
     ///
-    /// Those of [`send`](Self::send). A key without a lease in force fails the connection, at the
+    /// As for [`send`](Self::send). A key without a lease in force fails the connection, at the
     /// peer with [`REM_INV_REQ_ERR`](crate::types::WcStatus::REM_INV_REQ_ERR) of its receive. The
     /// protocol cannot report it, so the SEND fails with
     /// [`RETRY_EXC_ERR`](crate::types::WcStatus::RETRY_EXC_ERR), or, on some devices, only the next

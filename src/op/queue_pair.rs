@@ -29,13 +29,12 @@ use crate::verbs::ProtectionDomain;
 ///
 /// ```
 /// use tokio_rdma::QueuePair;
-/// # use tokio_rdma::{CompletionMode, CompletionQueue, Device, Pool};
+/// # use tokio_rdma::*;
 ///
 /// # #[tokio::main(flavor = "current_thread")]
 /// # async fn main() -> Result<(), Box<dyn std::error::Error>> {
-/// # let device = Device::open_default_or_software()?;
-/// # let pd = device.protection_domain()?;
-/// # let queue = CompletionQueue::new(&device, CompletionMode::Event)?;
+/// # let pd = Device::open_default_or_software()?.protection_domain()?;
+/// # let queue = CompletionQueue::new(pd.device(), CompletionMode::Event)?;
 /// # let pool = Pool::new(&pd, 64, 4)?;
 /// let (ours, theirs) = (QueuePair::new(&pd, &queue)?, QueuePair::new(&pd, &queue)?);
 /// // Endpoints travel over any channel, as `QueuePairEndpoint::to_bytes`.
@@ -68,7 +67,6 @@ pub(crate) struct Inner {
     /// A copy in `core` would cost one load more.
     pub(super) send: Arc<WorkQueue>,
     pub(super) transport: Transport,
-    /// What its device has.
     pub(super) immediate: bool,
     pub(super) atomics: bool,
     pub(crate) core: Arc<QueuePairCore>,
@@ -136,7 +134,7 @@ impl QueuePair {
     ///
     /// # Errors
     ///
-    /// See [`QueuePairBuilder::build`].
+    /// As for [`QueuePairBuilder::build`].
     pub fn new(pd: &ProtectionDomain, queue: &CompletionQueue) -> Result<Self, SetupError> {
         Self::builder(pd, queue).build()
     }
@@ -208,11 +206,11 @@ impl QueuePair {
         self.connect_with(peer, &RetryConfig::default())
     }
 
-    /// Connects as [`connect`](Self::connect) does, with the given timeouts and retries.
+    /// Connects like [`connect`](Self::connect), with the given timeouts and retries.
     ///
     /// # Errors
     ///
-    /// See [`connect`](Self::connect); [`SetupError::Limit`] if an option is out of range.
+    /// As for `connect`; [`SetupError::Limit`] if an option is out of range.
     pub fn connect_with(
         &self,
         peer: &QueuePairEndpoint,
@@ -276,7 +274,7 @@ impl QueuePair {
         self.inner.core.qp()?.check_group(group)
     }
 
-    /// Refuses a peer of the other address family: a packet has one family.
+    /// A packet has one address family.
     pub(crate) fn check_family(&self, peer: Gid) -> Result<(), SetupError> {
         let gid = self.inner.local.gid;
         let (ours, theirs) = (gid.gid.to_ip(), peer.to_ip());
@@ -291,8 +289,7 @@ impl QueuePair {
         Ok(())
     }
 
-    /// Checks the address family, and warns if another GID suits the peer better, because routing
-    /// may still work.
+    /// Warns if another GID suits the peer better, because routing may still work.
     fn check_path(&self, peer: Gid) -> Result<(), SetupError> {
         self.check_family(peer)?;
         let Local { port, gid, fixed_gid, .. } = self.inner.local;
@@ -351,8 +348,8 @@ impl QueuePair {
         Ok(())
     }
 
-    /// Notes that the connection is made. On an iWARP device, the connection manager has moved the
-    /// queue pair to RTS; on others, [`modify`](Self::modify) has, and this does nothing.
+    /// On an iWARP device, the connection manager has moved the queue pair to RTS; on others,
+    /// [`modify`](Self::modify) has, and this does nothing.
     pub(crate) fn note_connected(&self) {
         if let Ok(qp) = self.inner.core.qp() {
             qp.note_connected();
@@ -374,7 +371,7 @@ impl QueuePair {
     ///
     /// # Errors
     ///
-    /// See [`Qp::attach_multicast`](crate::verbs::Qp::attach_multicast); [`SetupError::Closed`].
+    /// As for [`Qp::attach_multicast`](crate::verbs::Qp::attach_multicast); [`SetupError::Closed`].
     pub fn attach_multicast(&self, group: Gid, lid: u16) -> Result<(), SetupError> {
         self.inner.core.qp()?.attach_multicast(group, lid)
     }
@@ -383,7 +380,7 @@ impl QueuePair {
     ///
     /// # Errors
     ///
-    /// See [`Qp::detach_multicast`](crate::verbs::Qp::detach_multicast); [`SetupError::Closed`].
+    /// As for [`Qp::detach_multicast`](crate::verbs::Qp::detach_multicast); [`SetupError::Closed`].
     pub fn detach_multicast(&self, group: Gid, lid: u16) -> Result<(), SetupError> {
         self.inner.core.qp()?.detach_multicast(group, lid)
     }
@@ -396,8 +393,7 @@ impl QueuePair {
     ///
     /// # Cancel safety
     ///
-    /// If dropped after its first poll, the future leaves the queue pair in the error state.
-    /// Dropping the last clone then destroys it.
+    /// Dropped after its first poll, the future leaves the queue pair in the error state.
     pub async fn close(self) {
         if self.modify(&QpAttr::to_state(QpState::Err)).is_ok() {
             // The error state flushes work in order, so this is flushed last.
@@ -475,7 +471,7 @@ impl QueuePair {
         self.inner.queues[1].shared().watch()
     }
 
-    /// Wakes `waker` whenever receives complete, instead of their futures. Requires
+    /// Wakes `waker`, instead of futures, whenever receives complete. Requires
     /// [`notifies`](Self::notifies); see [`WorkQueue::wake_on_completion`].
     pub(crate) fn wake_on_completion(&self, waker: Waker) {
         if let Some(receive) = self.inner.core.receive() {

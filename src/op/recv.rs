@@ -92,9 +92,8 @@ pub(crate) fn try_recv<B: Scatter>(
 }
 
 impl QueuePair {
-    /// Posts a receive for the next message.
-    ///
-    /// Messages, and WRITEs with immediate data, use receives in the order of posting.
+    /// Posts a receive for the next message. Messages, and WRITEs with immediate data, use receives
+    /// in the order of posting.
     ///
     /// # Errors
     ///

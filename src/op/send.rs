@@ -46,10 +46,9 @@ impl QueuePair {
         self.destination().try_post(WorkRequest::send(), buffer)
     }
 
-    /// Sends a datagram of at most the port's MTU to any datagram queue pair (UD).
-    ///
-    /// Success means that it was sent. It arrives at offset 40 of the receive, or is lost: silently
-    /// if the queue pair does not exist, has another queue key or no receive.
+    /// Sends a datagram of at most the port's MTU to any datagram queue pair (UD). Success means
+    /// that it was sent. It arrives at offset 40 of the receive, or is lost: silently if the queue
+    /// pair does not exist, has another queue key or no receive.
     ///
     /// # Errors
     ///
@@ -77,7 +76,7 @@ impl<'a> Destination<'a> {
     }
 }
 
-/// The kind of datagrams: returns the buffer.
+/// Returns the buffer.
 #[derive(Debug)]
 pub struct SendDatagram<B>(std::marker::PhantomData<fn() -> B>);
 

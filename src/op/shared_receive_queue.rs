@@ -10,30 +10,19 @@ use crate::memory::{PdKey, Scatter};
 use crate::types::SrqCaps;
 use crate::verbs::{ProtectionDomain, Srq};
 
-/// A receive queue that several queue pairs share, in order of message arrival. Clones refer to the
-/// same queue.
-///
-/// The receive completions of its queue pairs use one completion queue.
+/// A receive queue that several queue pairs share, in order of message arrival. Their receive
+/// completions use one completion queue. Clones refer to the same queue.
 ///
 /// ```
 /// use tokio_rdma::{QueuePair, SharedReceiveQueue};
-/// # use tokio_rdma::{CompletionMode, CompletionQueue, Device, Pool};
+/// # use tokio_rdma::*;
 ///
-/// # #[tokio::main(flavor = "current_thread")]
-/// # async fn main() -> Result<(), Box<dyn std::error::Error>> {
-/// # let device = Device::open_default_or_software()?;
-/// # let pd = device.protection_domain()?;
-/// # let queue = CompletionQueue::new(&device, CompletionMode::Event)?;
-/// # let pool = Pool::new(&pd, 64, 4)?;
-/// # let peer = QueuePair::new(&pd, &queue)?;
-/// let receives = SharedReceiveQueue::new(&pd, &queue, 16, 1)?;
-/// let qp = QueuePair::builder(&pd, &queue).shared_receive_queue(&receives).build()?;
-/// # qp.connect(&peer.endpoint())?;
-/// # peer.connect(&qp.endpoint())?;
-/// let receive = receives.recv(pool.alloc(64).await?);
-/// peer.send(pool.copy_from(b"hello")?).await?;
-/// let received = receive.await?;
-/// assert_eq!((received.qpn, &received.buffer[..]), (qp.qpn(), &b"hello"[..]));
+/// # async fn example(pd: &ProtectionDomain, queue: &CompletionQueue, pool: &Pool)
+/// # -> Result<(), Box<dyn std::error::Error>> {
+/// let receives = SharedReceiveQueue::new(pd, queue, 16, 1)?;
+/// let qp = QueuePair::builder(pd, queue).shared_receive_queue(&receives).build()?;
+/// let received = receives.recv(pool.alloc(64).await?).await?;
+/// assert_eq!(received.qpn, qp.qpn());
 /// # Ok(())
 /// # }
 /// ```
@@ -89,8 +78,8 @@ impl SharedReceiveQueue {
     ///
     /// # Errors
     ///
-    /// See [`QueuePair::recv`](super::QueuePair::recv), but queue pairs flush no unused receives.
-    /// They fail with:
+    /// As for [`QueuePair::recv`](super::QueuePair::recv), but queue pairs flush no unused
+    /// receives. These fail with:
     ///
     /// - [`OpErrorKind::CompletionQueue`](crate::OpErrorKind::CompletionQueue) when the device is
     ///   lost;
@@ -98,12 +87,12 @@ impl SharedReceiveQueue {
     ///   its last queue pair.
     ///
     /// A receive whose message is arriving when its queue pair is closed also fails with `Closed`
-    /// if the device takes more than 1 ms to report it. If a device refused to destroy the queue
-    /// (none is known to), receives would never complete, and their buffers would leak.
+    /// if the device takes more than 1 ms to report it. If a device refuses to destroy the queue,
+    /// its receives never complete, and their buffers leak.
     ///
     /// # Cancel safety
     ///
-    /// See [`QueuePair::recv`](super::QueuePair::recv).
+    /// As for `QueuePair::recv`.
     pub fn recv<B: Scatter>(&self, buffer: B) -> Recv<B> {
         recv(&self.inner.queue, buffer)
     }
