@@ -7,8 +7,7 @@
 //! ```
 //!
 //! A buffer references its slab, and a slab its registration. When the last view of a chunk is
-//! dropped, the chunk returns to the slab's free list, if it has one: a slab of user memory (one
-//! chunk) has none. `slab_index.rs` finds slabs by address.
+//! dropped, the chunk returns to the slab's free list; a slab of user memory (one chunk) has none.
 
 #![allow(unsafe_code)]
 
@@ -146,9 +145,8 @@ unsafe impl Send for BufMut {}
 unsafe impl Sync for BufMut {}
 
 impl ProtectionDomain {
-    /// Registers `storage` for local use as a buffer.
-    ///
-    /// Dropping the buffer deregisters and frees the memory; [`BufMut::into_storage`] returns it.
+    /// Registers `storage` for local use as a buffer. Dropping the buffer deregisters and frees the
+    /// memory; [`BufMut::into_storage`] returns it.
     ///
     /// # Errors
     ///
@@ -381,7 +379,7 @@ impl Buf {
         }
     }
 
-    /// Returns the view as a scatter/gather element, see [`BufMut::sge`].
+    /// Returns the scatter/gather element, see [`BufMut::sge`].
     #[inline]
     #[must_use]
     pub fn sge(&self) -> Sge {

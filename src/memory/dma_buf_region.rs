@@ -25,32 +25,20 @@ use rdma_provider::contract::DmaBufRange;
 ///
 /// ```
 /// use std::fs::File;
-/// use std::os::unix::fs::FileExt;
 /// use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, memfd_create};
 /// use tokio_rdma::Access;
 /// use tokio_rdma::memory::DmaBufRegion;
-/// # use tokio_rdma::{CompletionMode, CompletionQueue, Device, Pool, QueuePair};
+/// # use tokio_rdma::Device;
 ///
-/// # #[tokio::main(flavor = "current_thread")]
-/// # async fn main() -> Result<(), Box<dyn std::error::Error>> {
 /// # let device = Device::software()?;
 /// # let pd = device.protection_domain()?;
-/// # let queue = CompletionQueue::new(&device, CompletionMode::Event)?;
-/// # let pool = Pool::new(&pd, 64, 4)?;
-/// # let qp = QueuePair::new(&pd, &queue)?;
-/// # qp.connect(&qp.endpoint())?;
 /// // The software device takes a sealed memfd; a real device needs a dma-buf.
 /// let file = File::from(memfd_create("frame", MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING)?);
 /// file.set_len(4096)?;
 /// fcntl_add_seals(&file, SealFlags::SHRINK)?;
 /// let region = DmaBufRegion::new(&pd, file.try_clone()?.into(), 0..4096, Access::REMOTE_WRITE)?;
-///
-/// qp.write(pool.copy_from(b"hello")?, region.grant().slice(..5)?).await?;
-/// let mut bytes = [0; 5];
-/// file.read_exact_at(&mut bytes, 0)?;
-/// assert_eq!(&bytes, b"hello");
-/// # Ok(())
-/// # }
+/// assert_eq!(region.grant().len(), 4096);
+/// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
 #[derive(Debug)]
 pub struct DmaBufRegion {
@@ -89,8 +77,8 @@ impl DmaBufRegion {
     ///
     /// # Errors
     ///
-    /// Those of [`new`](Self::new). Also EINVAL if `iova` and `range.start` differ in their offset
-    /// within a page, or the addresses wrap around.
+    /// As for `new`. Also EINVAL if `iova` and `range.start` differ in their offset within a page,
+    /// or the addresses wrap around.
     pub fn at(
         pd: &ProtectionDomain,
         fd: OwnedFd,
@@ -130,8 +118,7 @@ impl DmaBufRegion {
         self.len() == 0
     }
 
-    /// Returns address and key of the whole region, see
-    /// [`ExposedRegion::grant`](crate::memory::ExposedRegion::grant).
+    /// Returns address and key like [`ExposedRegion::grant`](crate::memory::ExposedRegion::grant).
     #[must_use]
     pub fn grant(&self) -> RemoteRegion {
         self.inner.grant()
@@ -141,8 +128,8 @@ impl DmaBufRegion {
     ///
     /// # Errors
     ///
-    /// See [`ExposedRegion::slice`](crate::memory::ExposedRegion::slice): a dma-buf has addresses
-    /// of its own.
+    /// As for [`ExposedRegion::slice`](crate::memory::ExposedRegion::slice): a dma-buf has
+    /// addresses of its own.
     pub fn slice(&self, range: Range<usize>) -> Result<ExposedSlice, SetupError> {
         ExposedSlice::new(&self.inner, range)
     }

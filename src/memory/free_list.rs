@@ -70,10 +70,8 @@ impl FreeList {
     }
 
     /// Locks the chunks if `number` of them are free and not promised, or promised without a wait
-    /// that uses the permits.
-    ///
-    /// The caller takes them, then calls `keep_promises`: a task may have begun to wait between
-    /// the two locks and have counted on the permits.
+    /// that uses the permits. The caller takes them, then calls `keep_promises`: a task may have
+    /// begun to wait between the two locks and have counted on the permits.
     #[inline]
     fn claim(&self, number: usize) -> Option<MutexGuard<'_, Chunks>> {
         let chunks = self.chunks.lock();
@@ -155,10 +153,8 @@ impl FreeList {
         buffers.pop();
     }
 
-    /// Promises free chunks to waiting tasks, and unlocks.
-    ///
-    /// Called whenever more chunks are free, or more are asked for than promised, so that no chunk
-    /// stays unpromised while a task waits.
+    /// Promises free chunks to waiting tasks, and unlocks. Called whenever more chunks are free, or
+    /// more are asked for than promised, so that no chunk stays unpromised while a task waits.
     #[inline]
     fn keep_promises(&self, mut chunks: MutexGuard<'_, Chunks>) {
         if chunks.wanted > chunks.promised {
@@ -195,8 +191,7 @@ impl Chunks {
     }
 }
 
-/// A wait for `number` chunks. Dropping it cancels the wait; its permits return to the semaphore
-/// and so to the next task.
+/// Dropping it cancels the wait; its permits return to the semaphore and so to the next task.
 struct Waiting<'a> {
     list: &'a FreeList,
     number: usize,

@@ -10,17 +10,15 @@ use crate::verbs::PdId;
 
 pub(crate) type SgeList = SmallVec<[Sge; 4]>;
 
-/// Local memory that an operation reads: [`Buf`], [`BufMut`], [`ExposedSlice`], a `Vec` of them as
-/// a scatter/gather list, or `()` for no data.
-///
-/// The operation owns the memory until the device has finished. This trait is sealed.
+/// Local memory that an operation reads, and owns until the device has finished: [`Buf`],
+/// [`BufMut`], [`ExposedSlice`], a `Vec` of them as a scatter/gather list, or `()` for no data.
+/// This trait is sealed.
 pub trait Gather: Sealed + Send + Unpin + 'static {}
 
 /// Local memory that an operation writes: [`BufMut`], [`ExposedSlice`], a `Vec` of them, or `()`.
-///
 /// This trait is sealed.
 pub trait Scatter: Gather {
-    /// Shortens the memory to the first `len` bytes, and returns how many of them it has.
+    /// Returns how many of the first `len` bytes the memory has.
     #[doc(hidden)]
     fn filled(&mut self, len: usize) -> usize;
 }

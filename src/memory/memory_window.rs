@@ -14,26 +14,23 @@ use crate::types::{Access, Rkey, WindowBind};
 use crate::verbs::ProtectionDomain;
 use rdma_provider::contract::{Mw as _, Pd as _};
 
-/// A type 2 memory window, `ibv_alloc_mw(3)`.
+/// A type 2 memory window, `ibv_alloc_mw(3)`. Most programs use a [`Lease`](crate::op::Lease)
+/// instead.
 ///
 /// A posted [`BindWindow`](crate::types::SendOp::BindWindow) opens the window to the queue pair's
 /// peer. [`LocalInvalidate`](crate::types::SendOp::LocalInvalidate), or the peer's
 /// [`SendWithInvalidate`](crate::types::SendOp::SendWithInvalidate), closes it. Dropping the window
 /// revokes the access, then releases the regions it was [prepared](Self::prepare) for.
 ///
-/// Most programs use a [`Lease`](crate::op::Lease) instead.
-///
 /// ```
 /// use tokio_rdma::memory::MemoryWindow;
 /// use tokio_rdma::types::{Data, SendFlags, SendOp, SendWr, WrId};
-/// use tokio_rdma::{Access, ExposedRegion};
-/// # use tokio_rdma::Device;
+/// use tokio_rdma::{Access, ExposedRegion, SetupError};
+/// # use tokio_rdma::ProtectionDomain;
 ///
-/// # fn main() -> Result<(), Box<dyn std::error::Error>> {
-/// # let device = Device::open_default_or_software()?;
-/// # let pd = device.protection_domain()?;
-/// let region = ExposedRegion::new(&pd, vec![0; 4096], Access::MW_BIND)?;
-/// let window = MemoryWindow::new(&pd)?;
+/// # fn example(pd: &ProtectionDomain) -> Result<(), SetupError> {
+/// let region = ExposedRegion::new(pd, vec![0; 4096], Access::MW_BIND)?;
+/// let window = MemoryWindow::new(pd)?;
 /// let bind = window.prepare(&region, 0..64, Access::REMOTE_WRITE)?;
 /// // After the completion, the peer accesses 64 bytes at `bind.addr` by `bind.rkey`.
 /// let work_request = SendWr {
@@ -43,8 +40,6 @@ use rdma_provider::contract::{Mw as _, Pd as _};
 ///     data: Data::Window(&bind),
 ///     target: None,
 /// };
-/// # let _ = work_request;
-/// assert_eq!((bind.len, bind.rkey), (64, window.rkey()));
 /// # Ok(())
 /// # }
 /// ```
@@ -112,9 +107,7 @@ impl MemoryWindow {
     }
 
     /// Returns the data of a work request that binds the window to `range` of `region` under its
-    /// next key.
-    ///
-    /// The region stays registered until the window is dropped. It must allow binding
+    /// next key. The region stays registered until the window is dropped. It must allow binding
     /// ([`Access::MW_BIND`]), and the window must be unbound.
     ///
     /// # Errors

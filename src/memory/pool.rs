@@ -22,8 +22,7 @@ use crate::verbs::ProtectionDomain;
 ///
 /// # #[tokio::main(flavor = "current_thread")]
 /// # async fn main() -> Result<(), Box<dyn std::error::Error>> {
-/// # let device = Device::open_default_or_software()?;
-/// # let pd = device.protection_domain()?;
+/// # let pd = Device::open_default_or_software()?.protection_domain()?;
 /// let pool = Pool::new(&pd, 4096, 2)?;
 /// let (first, second) = (pool.alloc(100).await?, pool.copy_from(b"hello")?);
 /// assert_eq!((first.len(), &second[..]), (100, &b"hello"[..]));
@@ -53,7 +52,7 @@ impl Pool {
     ///
     /// # Errors
     ///
-    /// See [`PoolBuilder::build`].
+    /// As for [`PoolBuilder::build`].
     pub fn new(
         pd: &ProtectionDomain,
         buffer_size: usize,
@@ -99,7 +98,7 @@ impl Pool {
     ///
     /// # Errors
     ///
-    /// Those of [`alloc`](Self::alloc), and [`PoolError::Empty`] if no buffer is free.
+    /// As for [`alloc`](Self::alloc), and [`PoolError::Empty`] if no buffer is free.
     #[inline]
     pub fn try_alloc(&self, len: usize) -> Result<BufMut, PoolError> {
         loop {
@@ -114,32 +113,16 @@ impl Pool {
     }
 
     /// Takes `number` buffers of `len` bytes and appends them to `buffers`, waiting until so many
-    /// are free at once.
-    ///
-    /// A task that waits for many buffers delays the tasks behind it in the queue.
-    ///
-    /// ```
-    /// # use tokio_rdma::{Device, Pool};
-    /// # #[tokio::main(flavor = "current_thread")]
-    /// # async fn main() -> Result<(), Box<dyn std::error::Error>> {
-    /// # let device = Device::open_default_or_software()?;
-    /// # let pd = device.protection_domain()?;
-    /// let pool = Pool::new(&pd, 4096, 64)?;
-    /// let mut buffers = Vec::new();
-    /// pool.alloc_many(&mut buffers, 32, 4096).await?;
-    /// assert_eq!((buffers.len(), pool.available()), (32, 32));
-    /// # Ok(())
-    /// # }
-    /// ```
+    /// are free at once, which delays the tasks behind it in the queue.
     ///
     /// # Errors
     ///
-    /// Those of [`alloc`](Self::alloc), and [`PoolError::Limit`] if a pool that does not grow has
+    /// As for [`alloc`](Self::alloc), and [`PoolError::Limit`] if a pool that does not grow has
     /// fewer buffers. `buffers` is unchanged then.
     ///
     /// # Cancel safety
     ///
-    /// See [`alloc`](Self::alloc).
+    /// As for `alloc`.
     pub async fn alloc_many(
         &self,
         buffers: &mut Vec<BufMut>,
@@ -160,12 +143,12 @@ impl Pool {
         }
     }
 
-    /// Takes `number` buffers of `len` bytes without waiting and appends them to `buffers`.
+    /// Takes buffers like [`alloc_many`](Self::alloc_many), without waiting.
     ///
     /// # Errors
     ///
-    /// Those of [`alloc_many`](Self::alloc_many), and [`PoolError::Empty`] if fewer buffers are
-    /// free. `buffers` is unchanged then.
+    /// As for `alloc_many`, and [`PoolError::Empty`] if fewer buffers are free. `buffers` is
+    /// unchanged then.
     pub fn try_alloc_many(
         &self,
         buffers: &mut Vec<BufMut>,
@@ -209,7 +192,7 @@ impl Pool {
     ///
     /// # Errors
     ///
-    /// See [`try_alloc`](Self::try_alloc).
+    /// As for [`try_alloc`](Self::try_alloc).
     pub fn copy_from(&self, bytes: &[u8]) -> Result<BufMut, PoolError> {
         let mut buf = self.try_alloc(bytes.len())?;
         buf.copy_from_slice(bytes);
@@ -285,21 +268,6 @@ impl fmt::Debug for Pool {
 }
 
 /// A builder for a [`Pool`].
-///
-/// ```
-/// use tokio_rdma::Pool;
-/// # use tokio_rdma::Device;
-///
-/// # fn main() -> Result<(), Box<dyn std::error::Error>> {
-/// # let device = Device::open_default_or_software()?;
-/// # let pd = device.protection_domain()?;
-/// let pool = Pool::builder(&pd).buffer_size(1500).buffers(2).growing(true).build()?;
-/// let buffers = (0..3).map(|_| pool.try_alloc(1500)).collect::<Result<Vec<_>, _>>()?;
-/// // The third buffer made the pool register two more.
-/// assert_eq!((buffers.len(), pool.total()), (3, 4));
-/// # Ok(())
-/// # }
-/// ```
 #[derive(Debug, Clone)]
 #[must_use]
 pub struct PoolBuilder {
@@ -311,22 +279,21 @@ pub struct PoolBuilder {
 }
 
 impl PoolBuilder {
-    /// Sets the bytes of each buffer; 4096 by default. A buffer takes this size rounded up to a
+    /// Sets the bytes of each buffer; default 4096. A buffer takes this size rounded up to a
     /// multiple of 64; sizes up to 8 take 8 bytes.
     pub fn buffer_size(mut self, bytes: usize) -> Self {
         self.buffer_size = bytes;
         self
     }
 
-    /// Sets the number of buffers, and of those that growing adds at a time; at least 1, 64 by
-    /// default.
+    /// Sets the number of buffers, and of those that growing adds at a time; at least 1, default
+    /// 64.
     pub fn buffers(mut self, number: usize) -> Self {
         self.buffers = number;
         self
     }
 
-    /// Makes the pool register more buffers instead of waiting. There is no upper limit, so bound
-    /// the number in use otherwise.
+    /// Makes the pool register more buffers instead of waiting, without an upper limit.
     pub fn growing(mut self, growing: bool) -> Self {
         self.growing = growing;
         self

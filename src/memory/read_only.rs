@@ -10,11 +10,9 @@ use crate::memory::{RemoteRegion, Storage};
 use crate::types::Access;
 use crate::verbs::ProtectionDomain;
 
-/// Bytes that peers may read in place.
-///
-/// Neither device nor peers may write, so other clones of the [`Bytes`] can be read at the same
-/// time. The software device reads them as plain memory. Dropping the region revokes the access,
-/// then drops the bytes.
+/// Bytes that peers may read in place. Neither device nor peers may write, so other clones of the
+/// [`Bytes`] can be read at the same time. The software device reads them as plain memory. Dropping
+/// the region revokes the access, then drops the bytes.
 #[derive(Debug)]
 pub(crate) struct ReadOnlyRegion {
     registration: Registration,

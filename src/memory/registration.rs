@@ -36,8 +36,7 @@ unsafe impl Send for Registration {}
 unsafe impl Sync for Registration {}
 
 impl Registration {
-    /// Registers `storage`. `shared`: the program may access the bytes while posted work requests
-    /// use them.
+    /// If `shared`, the program may access the bytes while posted work requests use them.
     pub(crate) fn new<S: Storage>(
         pd: &ProtectionDomain,
         storage: S,
@@ -47,7 +46,7 @@ impl Registration {
         Self::at(pd, storage, None, access, shared)
     }
 
-    /// Registers `storage` with addresses from `iova`; by default those of the memory.
+    /// The addresses are those of the memory unless `iova` is given.
     pub(crate) fn at<S: Storage>(
         pd: &ProtectionDomain,
         storage: S,
@@ -171,8 +170,7 @@ impl Registration {
         LimitError::check("end of the range (bytes of the region)", end, self.len as u64)
     }
 
-    /// Deregisters the memory and returns it. Returns `None` if it is not an `S`, or if the device
-    /// refuses and may still use it.
+    /// Returns `None` if the memory is not an `S`, or if the device refuses and may still use it.
     pub(crate) fn take<S: Any>(&mut self) -> Option<S> {
         if !self.held.as_ref()?.1.is::<S>() {
             return None;
@@ -180,7 +178,7 @@ impl Registration {
         self.deregister()?.downcast().ok().map(|storage| *storage)
     }
 
-    /// Returns the memory; `None` if the device refuses and may still use it.
+    /// Returns `None` if the device refuses and may still use the memory.
     fn deregister(&mut self) -> Option<Box<dyn Any + Send>> {
         let (raw, _) = self.held.as_mut()?;
         if let Err(error) = raw.deregister() {
@@ -199,7 +197,7 @@ impl Registration {
 impl Drop for Registration {
     fn drop(&mut self) {
         if self.held.is_some() && self.deregister().is_none() {
-            // Leaked: the device may still access the memory.
+            // The device may still access the memory.
             mem::forget(self.held.take());
             // The number of the protection domain must not be reused while the registration exists.
             mem::forget(self.pd.clone());

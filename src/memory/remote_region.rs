@@ -5,24 +5,20 @@ use std::ops::RangeBounds;
 use crate::error::OutOfBounds;
 use crate::types::{RemoteAddr, Rkey};
 
-/// A region of a peer's memory, to which the peer granted access.
-///
-/// Operations take remote memory only in this form, and slices stay within the region. If the grant
-/// is revoked, operations fail with
+/// A region of a peer's memory, to which the peer granted access. Slices stay within the region. If
+/// the grant is revoked, operations fail with
 /// [`WcStatus::REM_ACCESS_ERR`](crate::types::WcStatus::REM_ACCESS_ERR).
 ///
 /// ```
 /// use tokio_rdma::RemoteRegion;
 /// use tokio_rdma::types::Rkey;
 ///
-/// # fn main() -> Result<(), Box<dyn std::error::Error>> {
 /// let remote = RemoteRegion::new(0x1000, 4096, Rkey(7));
 /// let upper = remote.slice(2048..)?;
 /// assert_eq!((upper.addr(), upper.len()), (0x1800, 2048));
 /// assert!(remote.slice(4000..5000).is_err());
 /// assert_eq!(RemoteRegion::from_bytes(&remote.to_bytes()), Some(remote));
-/// # Ok(())
-/// # }
+/// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 #[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]

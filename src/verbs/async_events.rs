@@ -79,8 +79,7 @@ impl Fault {
 }
 
 impl Events {
-    /// Reads all pending events, calls their listeners on this thread, and returns the oldest
-    /// event.
+    /// Calls the listeners of all pending events on this thread, and returns the oldest event.
     pub(super) fn next(
         &self,
         next: impl FnMut() -> Result<Option<AsyncEvent>, VerbError>,
@@ -95,8 +94,8 @@ impl Events {
         }
     }
 
-    /// Reads all pending events. Their listeners run on another thread, because this one may be
-    /// draining a queue or changing the state of a queue pair.
+    /// The listeners run on another thread, because this one may be draining a queue or changing
+    /// the state of a queue pair.
     pub(super) fn take(&self, next: impl FnMut() -> Result<Option<AsyncEvent>, VerbError>) {
         self.read(next).notify();
     }
@@ -113,7 +112,7 @@ impl Events {
                 Ok(Some(event)) => {
                     any = true;
                     // Under the lock, so that no new queue with the same number is registered
-                    // before the event is applied.
+                    // first.
                     state.apply(event, &mut dead);
                     state.enqueue(event);
                 }
@@ -166,14 +165,14 @@ impl Events {
         drop(removed);
     }
 
-    /// Returns a flag that is set when the device reports `LAST_WQE_REACHED` for queue pair `qpn`.
+    /// The flag is set when the device reports `LAST_WQE_REACHED` for queue pair `qpn`.
     pub(super) fn watch_last_receive(&self, qpn: Qpn) -> Arc<AtomicBool> {
         let reached = Arc::new(AtomicBool::new(false));
         self.state.lock().last_receives.insert(qpn, reached.clone());
         reached
     }
 
-    /// Removes the flag, unless a new queue pair with the same number has replaced it.
+    /// Does nothing if a new queue pair with the same number has replaced the flag.
     pub(super) fn unwatch_last_receive(&self, qpn: Qpn, reached: &Arc<AtomicBool>) {
         let last_receives = &mut self.state.lock().last_receives;
         if last_receives.get(&qpn).is_some_and(|known| Arc::ptr_eq(known, reached)) {
@@ -243,8 +242,8 @@ struct Notifications {
 }
 
 impl Notifications {
-    /// Calls the listeners on a new thread, because they run user code and this thread may hold
-    /// locks. Events are rare enough for that.
+    /// Uses a new thread, because listeners run user code and this one may hold locks. Events are
+    /// rare.
     fn notify(self) {
         self.notify_on(|run| {
             thread::Builder::new().name("rdma-events".to_owned()).spawn(run).map(drop)
@@ -277,9 +276,8 @@ impl Notifications {
     }
 }
 
-/// Returns the reserve thread, which calls listeners if no other thread can be started, so that
-/// waiting tasks always learn of a lost device. It serves all devices and starts with the first
-/// listener.
+/// Calls listeners if no other thread can be started, so that waiting tasks always learn of a lost
+/// device. Serves all devices and starts with the first listener.
 fn reserve() -> Result<Sender<Arc<Notifications>>, VerbError> {
     static RESERVE: Mutex<Option<Sender<Arc<Notifications>>>> = Mutex::new(None);
     let mut reserve = RESERVE.lock();

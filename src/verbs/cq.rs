@@ -18,7 +18,6 @@ use rdma_provider::contract::{Context as _, Cq as _};
 /// use tokio_rdma::verbs::{Channel, Cq};
 /// # use tokio_rdma::Device;
 ///
-/// # fn main() -> Result<(), Box<dyn std::error::Error>> {
 /// # let device = Device::open_default_or_software()?;
 /// let channel = Channel::new(&device)?;
 /// let cq = Cq::new(&device, 16, Some(&channel), 7)?;
@@ -27,8 +26,7 @@ use rdma_provider::contract::{Context as _, Cq as _};
 /// assert_eq!(cq.poll(&mut completions)?, 0);
 /// // Wait until the descriptor of the channel is readable, then take the event.
 /// assert_eq!(channel.next_event()?, None);
-/// # Ok(())
-/// # }
+/// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
 #[derive(Clone)]
 pub struct Cq {
@@ -75,7 +73,7 @@ impl Cq {
     ///
     /// # Errors
     ///
-    /// See [`new`](Self::new).
+    /// As for `new`.
     pub fn on_vector(
         device: &Device,
         capacity: u32,
@@ -125,8 +123,7 @@ impl Cq {
         }
     }
 
-    /// Polls the device only. If it returns 0, the caller calls
-    /// [`after_empty_poll`](Self::after_empty_poll).
+    /// If this returns 0, the caller calls [`after_empty_poll`](Self::after_empty_poll).
     #[inline]
     pub(crate) fn poll_device(&self, out: &mut [WorkCompletion]) -> Result<usize, VerbError> {
         self.inner.raw.poll(out)
@@ -157,8 +154,8 @@ impl Cq {
         self.inner.raw.is_empty()
     }
 
-    /// Calls `listener` once, on another thread, when the queue dies. Fails with EAGAIN if no
-    /// thread can be started.
+    /// Calls `listener` once, on another thread, when the queue dies. Fails with EAGAIN without a
+    /// thread.
     pub(crate) fn on_fault(&self, listener: Box<Listener>) -> Result<(), VerbError> {
         self.inner.fault.listen(listener)
     }

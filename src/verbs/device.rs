@@ -24,19 +24,14 @@ use rdma_soft::interface_at;
 
 /// An open device. Clones refer to the same device.
 ///
-/// # Examples
-///
 /// ```no_run
 /// use std::net::SocketAddr;
 /// use tokio_rdma::{Connection, Device, Listener};
 /// # type Result<T> = std::result::Result<T, Box<dyn std::error::Error>>;
 ///
-/// async fn serve(address: SocketAddr) -> Result<()> {
+/// async fn serve(address: SocketAddr) -> Result<Listener> {
 ///     let device = Device::open_default_at(address.ip())?;
-///     let listener = Listener::bind(&device, address).await?;
-///     // ...
-/// #   let _ = listener;
-///     Ok(())
+///     Ok(Listener::bind(&device, address).await?)
 /// }
 ///
 /// async fn call(server: SocketAddr) -> Result<Connection> {
@@ -53,8 +48,7 @@ struct Inner {
     context: Context,
     vectors: AtomicU32,
     events: Events,
-    /// The attributes of ports, each valid while [`Events::port_changes`] returns the number beside
-    /// it.
+    /// The attributes of ports, valid while [`Events::port_changes`] returns the number beside.
     ports: Mutex<BTreeMap<u8, (u64, Arc<PortAttr>)>>,
     watched: AtomicBool,
     _opened: Opened,
@@ -65,8 +59,8 @@ impl Device {
     pub const SOFTWARE: &'static str = "soft0";
 
     /// Opens the software device of this process, which needs no hardware, kernel module or root
-    /// rights. It reaches only devices of this process; for others, see
-    /// [`open_default_at`](Self::open_default_at).
+    /// rights. It reaches only this process; [`open_default_at`](Self::open_default_at) reaches
+    /// others.
     ///
     /// # Errors
     ///
@@ -75,14 +69,13 @@ impl Device {
         Self::software_in(soft::Network::global(), Self::SOFTWARE)
     }
 
-    /// Opens the software device `name` of `network`, which reaches the devices of that network. It
-    /// is created on first use, except in a network over UDP, which has only the configured
-    /// devices.
+    /// Opens the software device `name` of `network`, which reaches that network's devices. It is
+    /// created on first use, except in a network over UDP, which has only the configured devices.
     ///
     /// # Errors
     ///
-    /// Those of [`software`](Self::software), and [`OpenError::NotFound`] if a network over UDP has
-    /// no such device.
+    /// As for [`software`](Self::software); [`OpenError::NotFound`] if a network over UDP has no
+    /// such device.
     pub fn software_in(network: &soft::Network, name: &str) -> Result<Self, OpenError> {
         let context = network.open(name)?;
         Ok(Self::new(Context::Soft(context)))
@@ -98,9 +91,9 @@ impl Device {
     ///
     /// With feature `mlx5`, the crate posts to ConnectX adapters and polls them directly. For other
     /// devices, and for adapters that lack something, which is logged, it uses `ibv_wr_*`, or
-    /// `ibv_post_send(3)` if the driver has no correct `ibv_wr_*`.
-    /// [`DeviceAttr::data_path`](crate::types::DeviceAttr::data_path) names the choice. Two
-    /// environment variables change it; invalid values fail with EINVAL:
+    /// `ibv_post_send(3)` if the driver has no correct `ibv_wr_*`; see
+    /// [`DeviceAttr::data_path`](crate::types::DeviceAttr::data_path). Two environment variables
+    /// change this; invalid values fail with EINVAL:
     ///
     /// - `TOKIO_RDMA_POST`: `direct`, which fails if it is impossible, `extended` (`ibv_wr_*`), or
     ///   `chain` (`ibv_post_send(3)`).
@@ -133,8 +126,7 @@ impl Device {
     ///
     /// # Errors
     ///
-    /// Those of [`open`](Self::open), and [`OpenError::NoUsableDevice`] if no device is named and
-    /// none has an active port.
+    /// As for [`open`](Self::open), and [`OpenError::NoUsableDevice`].
     pub fn open_default() -> Result<Self, OpenError> {
         match device_from_env() {
             Some(name) => Self::open(&name),
@@ -142,13 +134,13 @@ impl Device {
         }
     }
 
-    /// Opens the device like [`open_default`](Self::open_default). If no real device is usable, it
-    /// logs a warning and opens the [software device](Self::software), which suffices for programs
-    /// without peers in other processes, such as tests.
+    /// Opens [`open_default`](Self::open_default)'s device or, with a warning in the log if none is
+    /// usable, the [software device](Self::software), for programs without peers in other
+    /// processes, such as tests.
     ///
     /// # Errors
     ///
-    /// Those of [`open_default`](Self::open_default), except `NoUsableDevice`.
+    /// As for [`open`](Self::open).
     pub fn open_default_or_software() -> Result<Self, OpenError> {
         match device_from_env() {
             Some(name) => Self::open(&name),
@@ -176,14 +168,13 @@ impl Device {
     /// # Security
     ///
     /// A software device accepts packets from every host that can reach it, and RoCE v2 neither
-    /// encrypts nor authenticates. To restrict hosts, create the network with
-    /// [`UdpConfig::allow`](crate::software::UdpConfig::allow) and open its device by
-    /// [`software_in`](Self::software_in).
+    /// encrypts nor authenticates. [`UdpConfig::allow`](crate::software::UdpConfig::allow)
+    /// restricts the hosts of a network for [`software_in`](Self::software_in).
     ///
     /// # Errors
     ///
-    /// Those of [`open`](Self::open), and for a software device [`OpenError::Udp`], for example if
-    /// another program has the port ([`PortTaken`](crate::software::UdpError::PortTaken)).
+    /// As for [`open`](Self::open); for a software device [`OpenError::Udp`], for example
+    /// [`PortTaken`](crate::software::UdpError::PortTaken).
     pub fn open_default_at(address: IpAddr) -> Result<Self, OpenError> {
         let address = address.to_canonical();
         match device_from_env() {
@@ -199,15 +190,14 @@ impl Device {
     ///
     /// If `peer` is on this host, a software device uses the first free address from 127.0.0.254
     /// down to 127.0.0.2, or `::1` for IPv6, because the kernel's choice may belong to another
-    /// service. A service at `::1` therefore leaves no address for clients: let it listen in
-    /// 127.0.0.0/8.
+    /// service. A service at `::1` therefore leaves no address for clients.
     ///
     /// A software device accepts packets only from `peer`, or from a host that forges its address.
     /// Real devices, SoftRoCE included, accept packets from every host.
     ///
     /// # Errors
     ///
-    /// Those of [`open_default_at`](Self::open_default_at). There is [no
+    /// As for [`open_default_at`](Self::open_default_at). There is [no
     /// route](crate::software::UdpError::NoRoute) to a link-local IPv6 address, which names no
     /// interface: use `open_default_at` with this host's address of the interface.
     pub fn open_default_to(peer: IpAddr) -> Result<Self, OpenError> {
@@ -215,12 +205,12 @@ impl Device {
     }
 
     /// Opens the device like [`open_default_to`](Self::open_default_to), but accepts packets from
-    /// every host, for clients that have several peers or also listen. Read the security note of
-    /// [`open_default_at`](Self::open_default_at).
+    /// every host ([security](Self::open_default_at)), for clients that have several peers or also
+    /// listen.
     ///
     /// # Errors
     ///
-    /// See [`open_default_to`](Self::open_default_to).
+    /// As for `open_default_to`.
     pub fn open_default_towards(peer: IpAddr) -> Result<Self, OpenError> {
         Self::open_client(peer, None)
     }
@@ -267,11 +257,11 @@ impl Device {
         self.inner.context.port(port)
     }
 
-    /// Returns the attributes of a port, which are queried again after each event that may have
-    /// changed them. A change of the MTU raises no event.
+    /// Queries the port again after each event that may have changed it; a change of the MTU raises
+    /// none.
     pub(crate) fn known_port(&self, port: PortNum) -> Result<Arc<PortAttr>, VerbError> {
         self.read_events();
-        // Read before the query, so that a change during the query makes its result invalid.
+        // Before the query, so that a change during the query makes its result invalid.
         let changes = self.inner.events.port_changes();
         let known = self.inner.ports.lock().get(&port.0).cloned();
         if let Some((of, attr)) = known
@@ -291,7 +281,7 @@ impl Device {
     ///
     /// # Errors
     ///
-    /// See [`port`](Self::port).
+    /// As for [`port`](Self::port).
     pub fn pkey_table(&self, port: PortNum) -> Result<Vec<u16>, VerbError> {
         self.inner.context.pkey_table(port)
     }
@@ -299,17 +289,17 @@ impl Device {
     /// Returns the counters of a port by name: packets, retransmissions, errors, congestion.
     ///
     /// A real device has those of `/sys/class/infiniband/<device>/ports/<port>/counters` and
-    /// `hw_counters`, whose names and meanings are the driver's; on InfiniBand and ConnectX,
-    /// `port_rcv_data` and `port_xmit_data` count 4 bytes each. They cover everything that uses the
-    /// port, and those of `hw_counters` may be old by its `lifespan`, usually 10 ms. Reading them
-    /// blocks for as long as the firmware takes, typically less than a millisecond for each.
+    /// `hw_counters`, with the driver's names and meanings; on InfiniBand and ConnectX,
+    /// `port_rcv_data` and `port_xmit_data` count 4 bytes each. They cover all users of the port.
+    /// `hw_counters` may be old by its `lifespan`, usually 10 ms. Each read blocks for the
+    /// firmware, typically less than a millisecond.
     ///
     /// A software device has the sums over its queue pairs, without DC targets, since it was
     /// opened, under SoftRoCE's names where it has them, and `bad_pkeys` of the whole device.
     ///
     /// # Errors
     ///
-    /// See [`port`](Self::port).
+    /// As for [`port`](Self::port).
     pub fn port_counters(&self, port: PortNum) -> Result<BTreeMap<String, u64>, VerbError> {
         self.inner.context.port_counters(port)
     }
@@ -336,7 +326,7 @@ impl Device {
     ///
     /// # Errors
     ///
-    /// See [`port`](Self::port).
+    /// As for [`port`](Self::port).
     pub fn gids(&self, port: PortNum, peer: Option<Gid>) -> Result<Vec<RankedGid>, VerbError> {
         Ok(rank_gids(&self.port(port)?, peer))
     }
@@ -352,13 +342,12 @@ impl Device {
     }
 
     /// Returns the IP address to listen at for clients on the network of
-    /// [`default_path`](Self::default_path): that of its GID or, on an iWARP device, the first
-    /// address of the network interface.
+    /// [`default_path`](Self::default_path): that of its GID or, on an iWARP device, the first of
+    /// the network interface.
     ///
     /// # Errors
     ///
-    /// See [`default_path`](Self::default_path); [`SetupError::NoGid`] also if the network
-    /// interface of an iWARP device has no address.
+    /// [`SetupError::NoGid`] as for `default_path`, or if that interface has no address.
     pub fn default_address(&self) -> Result<IpAddr, SetupError> {
         let (port, entry) = self.default_path()?;
         let own = mac_of(entry).map(|mac| addresses_of_mac(Path::new("/"), mac));
@@ -372,7 +361,7 @@ impl Device {
     ///
     /// # Errors
     ///
-    /// See [`default_path`](Self::default_path).
+    /// As for [`default_path`](Self::default_path).
     pub fn path_to(&self, peer: Gid) -> Result<(PortAttr, GidEntry), SetupError> {
         self.path(Some(peer))
     }
@@ -424,8 +413,7 @@ impl Device {
         self.inner.events.ports()
     }
 
-    /// Calls `listener`, until it is dropped, whenever events were read, even by another reader,
-    /// which leaves the descriptor unreadable.
+    /// Calls `listener`, until it is dropped, whenever events were read, even by another reader.
     pub(crate) fn on_events(
         &self,
         kind: EventKind,
@@ -450,27 +438,27 @@ impl Device {
         self.inner.vectors.fetch_add(1, Ordering::Relaxed) % self.attr().completion_vectors.max(1)
     }
 
-    /// Returns a descriptor that is readable when unprocessed packets have arrived. `None` if the
-    /// device processes them itself, or if another `PacketSource` exists: one thread suffices.
+    /// Readable when unprocessed packets have arrived. `None` if the device processes them itself,
+    /// or if another `PacketSource` exists: one thread suffices.
     pub(crate) fn packet_source(&self) -> std::io::Result<Option<PacketSource>> {
         let Some(fd) = self.inner.context.packet_fd() else { return Ok(None) };
         if self.inner.watched.swap(true, Ordering::AcqRel) {
             return Ok(None);
         }
         let release = |_: &_| self.inner.watched.store(false, Ordering::Release);
-        // A duplicate: a descriptor can be registered only once.
+        // A descriptor can be registered only once.
         let fd = fd.try_clone_to_owned().inspect_err(release)?;
         Ok(Some(PacketSource { fd, device: self.clone() }))
     }
 
-    /// Processes arrived packets of a software device, unless another thread does. Returns true if
-    /// there were any.
+    /// Returns false if no packets of a software device had arrived, or another thread processes
+    /// them.
     pub(crate) fn process_packets(&self) -> bool {
         self.inner.context.process_packets()
     }
 
-    /// Notes that a caller of [`process_packets`](Self::process_packets) sleeps without a
-    /// [`PacketSource`] to wake it.
+    /// A caller of [`process_packets`](Self::process_packets) sleeps without a [`PacketSource`] to
+    /// wake it.
     pub(crate) fn stop_processing(&self) {
         self.inner.context.stop_processing();
     }

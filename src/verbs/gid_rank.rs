@@ -1,5 +1,5 @@
-//! The ranking of GID table entries, with reasons. A wrong entry is the most frequent failure of a
-//! first set-up, because most entries of a table do not reach a given peer.
+//! A wrong GID table entry is the most frequent failure of a first set-up, because most entries do
+//! not reach a given peer.
 
 use std::cmp::Reverse;
 use std::collections::BTreeSet;
@@ -13,13 +13,11 @@ use crate::types::{Gid, GidEntry, GidKind};
 /// ```
 /// use tokio_rdma::types::IpPrefix;
 ///
-/// # fn main() -> Result<(), Box<dyn std::error::Error>> {
 /// let network = IpPrefix::new("10.9.0.1".parse()?, 24);
 /// assert_eq!(network.to_string(), "10.9.0.0/24");
 /// assert!(network.contains("10.9.0.200".parse()?));
 /// assert!(!network.contains("10.9.1.1".parse()?));
-/// # Ok(())
-/// # }
+/// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct IpPrefix {
@@ -80,7 +78,6 @@ pub(crate) struct NetInterface {
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Peer {
     pub(crate) gid: Gid,
-    /// The result of `source_to`.
     pub(crate) from: Option<IpAddr>,
 }
 
@@ -211,7 +208,7 @@ pub(crate) struct Penalty {
     link_local: bool,
 }
 
-/// Ranks one table, best first, by the criteria of [`Device::gids`](crate::Device::gids).
+/// Ranks a table, best first, by the criteria of [`Device::gids`](crate::Device::gids).
 pub(crate) fn rank(
     entries: &[GidEntry],
     interfaces: &[NetInterface],
@@ -295,7 +292,7 @@ fn evaluate(entry: GidEntry, interfaces: &[NetInterface], peer: Option<&Peer>) -
     }
 }
 
-/// Returns true if the peer is in another InfiniBand subnet. The upper half of a GID is the prefix.
+/// The upper half of a GID is the subnet prefix.
 fn evaluate_prefix(ours: Gid, peers: Gid, reasons: &mut Vec<GidReason>) -> bool {
     let subnet = IpPrefix::new(IpAddr::V6(ours.0.into()), 64);
     let same = subnet.contains(IpAddr::V6(peers.0.into()));
@@ -303,9 +300,9 @@ fn evaluate_prefix(ours: Gid, peers: Gid, reasons: &mut Vec<GidReason>) -> bool 
     !same
 }
 
-/// Finds the interface of an entry, by its index or else by its address. An index may belong to
-/// another network namespace, so the interface must also have the address, except for link-local
-/// ones, which devices make up.
+/// Finds the interface by the entry's index or else by its address. An index may belong to another
+/// network namespace, so the interface must also have the address, except for link-local ones,
+/// which devices make up.
 fn interface_of<'a>(entry: &GidEntry, interfaces: &'a [NetInterface]) -> Option<&'a NetInterface> {
     let address = entry.gid.to_ip();
     let has_address =

@@ -13,7 +13,7 @@ use crate::verbs::interfaces::{addresses, addresses_of_mac, interface, interface
 
 const ROCE_PORT: u16 = 4791;
 
-/// Ranks the GID table of a port. Queries the kernel only if that can change the ranking.
+/// Queries the kernel only if that can change the ranking.
 pub(crate) fn rank_gids(port: &PortAttr, peer: Option<Gid>) -> Vec<RankedGid> {
     let of_interfaces = port.gids.iter().any(|entry| entry.interface.is_some());
     let queries_kernel =
@@ -26,8 +26,7 @@ pub(crate) fn rank_gids(port: &PortAttr, peer: Option<Gid>) -> Vec<RankedGid> {
     rank(&port.gids, &interfaces, peer)
 }
 
-/// Returns the best entry with `gid`, by [`rank_gids`]. Queries the kernel only if several
-/// interfaces have that GID.
+/// The best entry by [`rank_gids`]. Queries the kernel only if several interfaces have that GID.
 pub(crate) fn entry_with(port: &PortAttr, gid: Gid, peer: Gid) -> Option<GidEntry> {
     let same = || port.gids.iter().filter(|entry| entry.gid == gid);
     let first = same().next()?;
@@ -82,8 +81,8 @@ fn is_ipoib(root: &Path, interface: &str, device: &str) -> bool {
         && interface.join("device/infiniband").join(device).exists()
 }
 
-/// Returns the interfaces of these entries, or all interfaces if an entry does not name its own.
-/// Each connected queue pair calls this, and a container host has hundreds of interfaces.
+/// Returns all interfaces only if an entry does not name its own: each connected queue pair calls
+/// this, and a container host has hundreds of them.
 fn interfaces_of(gids: &[GidEntry]) -> Vec<NetInterface> {
     let (root, addresses) = (Path::new("/"), addresses());
     let name_of =
@@ -98,7 +97,7 @@ fn interfaces_of(gids: &[GidEntry]) -> Vec<NetInterface> {
     }
 }
 
-/// Returns the address from which the kernel would send to `peer`. Sends nothing.
+/// Returns the kernel's source address for `peer`. Sends nothing.
 pub(super) fn source_to(peer: IpAddr) -> Result<IpAddr, UdpError> {
     let system = |verb, error: io::Error| {
         VerbError::new(verb, error.raw_os_error().unwrap_or(VerbError::EIO))

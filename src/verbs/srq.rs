@@ -9,24 +9,8 @@ use crate::error::{LimitError, SetupError, VerbError};
 use crate::types::{RecvWr, SrqCaps};
 use rdma_provider::contract::{Pd as _, Srq as _};
 
-/// A shared receive queue of the verbs interface, `ibv_create_srq(3)`. Clones refer to the same
-/// queue.
-///
-/// ```
-/// use tokio_rdma::types::SrqCaps;
-/// use tokio_rdma::verbs::Srq;
-/// # use tokio_rdma::Device;
-///
-/// # fn main() -> Result<(), Box<dyn std::error::Error>> {
-/// # let device = Device::open_default_or_software()?;
-/// # let pd = device.protection_domain()?;
-/// let srq = Srq::new(&pd, SrqCaps { max_wr: 16, max_sge: 1 })?;
-/// assert!(srq.caps().max_wr >= 16);
-/// srq.set_limit(4)?;
-/// assert_eq!(srq.limit()?, 4);
-/// # Ok(())
-/// # }
-/// ```
+/// A shared receive queue of the verbs interface, `ibv_create_srq(3)`; [`Dct`](super::Dct) has an
+/// example. Clones refer to the same queue.
 #[derive(Clone)]
 pub struct Srq {
     inner: Arc<Inner>,
@@ -119,8 +103,8 @@ impl Srq {
         unsafe { self.inner.raw.post_recv(list) }
     }
 
-    /// Destroys the queue if this is the last reference; others exist only in leaked queue pairs.
-    /// After an error the queue is leaked, because the device may continue with posted receives.
+    /// Other references exist only in leaked queue pairs. After an error the queue is leaked,
+    /// because the device may continue with posted receives.
     pub(crate) fn destroy(self) -> Result<(), VerbError> {
         let Ok(mut inner) = Arc::try_unwrap(self.inner) else { return Ok(()) };
         let result = inner.raw.destroy();
