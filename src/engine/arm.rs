@@ -53,7 +53,7 @@ pub(super) trait Armed {
     fn spinning(&mut self) -> &mut Option<Self::Runtime>;
 }
 
-/// Arms and polls the queue. The wakers of waiting operations are already registered.
+/// Called after the wakers of waiting operations are registered.
 pub(super) fn before_park(queue: &mut impl Armed) {
     let arm = queue.awaited();
     let before = queue.request().arm;
@@ -82,8 +82,7 @@ pub(super) fn on_event(queue: &mut impl Armed) {
     before_park(queue);
 }
 
-/// Handles an event. Returns true if the task of `runtime` starts to spin, because it may and no
-/// other task does.
+/// Returns true if the task of `runtime` starts to spin, because it may and no other task does.
 #[inline]
 pub(super) fn on_event_or_spin<Q: Armed>(queue: &mut Q, runtime: Option<Q::Runtime>) -> bool {
     let spinning = *queue.spinning();

@@ -1,7 +1,6 @@
-//! The work requests of a batch, which are posted with one doorbell.
-//!
-//! A batch shares one slot, which its last work request completes: its completion covers the
-//! unsignalled work before it. The work queue records which earlier parts failed.
+//! The work requests of a batch, posted with one doorbell. They share one slot, which the last one
+//! completes: its completion covers the unsignalled work before it. The work queue records which
+//! earlier parts failed.
 
 use std::ops::Deref;
 
@@ -196,7 +195,7 @@ impl<'a> PlainParts<'a> {
     }
 }
 
-/// The flags of the work requests: every `every`-th and the last are signalled.
+/// Every `every`-th work request and the last are signalled.
 struct Flags {
     common: SendFlags,
     every: usize,

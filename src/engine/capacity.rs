@@ -1,8 +1,7 @@
-//! The free entries in a work queue of the device, counted so that posting never overruns it.
-
 use crate::sync::{AtomicU8, AtomicU32, Ordering, between_store_and_load};
 
-/// The number of free entries in one work queue.
+/// The number of free entries in one work queue of the device, counted so that posting never
+/// overruns it.
 ///
 /// - A poster holds the lock on the posting state. If no entry is free, it queues its work and
 ///   announces a waiter.
@@ -17,8 +16,7 @@ pub(super) struct Capacity {
     /// The position after the last retired work request, modulo 2^32. Unused if work requests
     /// complete [in any order](ANY_ORDER).
     retired_before: AtomicU32,
-    /// The number of retired work requests, modulo 2^32. Counted only if they complete in any
-    /// order.
+    /// Modulo 2^32. Counted only if work requests complete in any order.
     retired_count: AtomicU32,
     /// [`HAS_WAITERS`] and [`ANY_ORDER`]. Usually zero, so `retire` needs only one comparison.
     flags: AtomicU8,
@@ -48,7 +46,7 @@ impl Capacity {
         self.depth.saturating_sub(self.in_flight(posted))
     }
 
-    /// Announces a waiter. The caller then queries the free entries again.
+    /// The caller then queries the free entries again.
     pub(super) fn announce_waiter(&self) {
         self.flags.fetch_or(HAS_WAITERS, Ordering::SeqCst);
         between_store_and_load();
@@ -66,8 +64,8 @@ impl Capacity {
 
     // For the drainer.
 
-    /// Retires the work request at `position` and, if they complete in order, all before it.
-    /// Returns true if a waiter is announced.
+    /// If work requests complete in order, retires all before `position`, too. Returns true if a
+    /// waiter is announced.
     #[inline]
     pub(super) fn retire(&self, position: u32) -> bool {
         self.retired_before.store(position.wrapping_add(1), Ordering::SeqCst);

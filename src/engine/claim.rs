@@ -78,7 +78,7 @@ impl<Q> Claim<Q> {
         drop(unsafe { Box::from_raw(self.0.as_ptr()) });
     }
 
-    /// Frees the slot of a posted operation. The caller passes the slot to
+    /// The caller passes the slot of the posted operation to
     /// [`Slots::remember_free`](super::slot_table::Slots::remember_free).
     ///
     /// # Safety

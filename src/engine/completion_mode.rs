@@ -1,27 +1,7 @@
 use super::BusyPoller;
 
-/// A mode of waiting for completions. Semantics are the same in all modes; in each, an operation
+/// A mode of waiting for completions, with the same semantics in all modes. An operation always
 /// polls the queue once before it parks.
-///
-/// ```
-/// use tokio_rdma::{CompletionMode, CompletionQueue};
-/// # use tokio_rdma::{Access, Device, ExposedRegion, QueuePair};
-///
-/// # #[tokio::main(flavor = "current_thread")]
-/// # async fn main() -> Result<(), Box<dyn std::error::Error>> {
-/// # let device = Device::open_default_or_software()?;
-/// # let pd = device.protection_domain()?;
-/// # let counter = ExposedRegion::new(&pd, vec![0; 8], Access::REMOTE_ATOMIC)?;
-/// for mode in [CompletionMode::Event, CompletionMode::Hybrid, CompletionMode::busy_poll()?] {
-///     let queue = CompletionQueue::new(&device, mode)?;
-///     let qp = QueuePair::new(&pd, &queue)?;
-///     # qp.connect(&qp.endpoint())?;
-///     qp.fetch_add(counter.grant(), 1).await?;
-/// }
-/// assert_eq!(counter.load(0)?, 3);
-/// # Ok(())
-/// # }
-/// ```
 #[derive(Debug, Clone, Default)]
 #[non_exhaustive]
 pub enum CompletionMode {

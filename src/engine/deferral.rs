@@ -16,8 +16,8 @@ use tokio::task::{try_id, yield_now};
 
 use crate::contained::wake_to_repoll;
 
-/// Wakers deferred by this thread, called by the waker that Tokio has. Panics are contained,
-/// because they would unwind into the runtime.
+/// Called by the waker that Tokio has. Panics are contained, because they would unwind into the
+/// runtime.
 #[derive(Debug, Default)]
 struct Deferred(Mutex<Vec<Waker>>);
 
@@ -34,7 +34,7 @@ const ROUNDS_IN_TURN: u32 = 4;
 /// takes about 0.2 µs, so an operation on an adapter completes within this number.
 const ROUNDS_OF_THREAD: u32 = 32;
 
-/// Wakes the task of `context`, which has spun for `rounds`.
+/// The task has spun for `rounds`.
 pub(super) fn wake_in_turn(context: &Context<'_>, rounds: u32) {
     if rounds % ROUNDS_IN_TURN == 1 {
         // The completion may depend on other tasks.
@@ -54,7 +54,7 @@ pub(super) fn share_core(rounds: u32) {
     }
 }
 
-/// Wakes the task of `context`, in a current-thread runtime after its other tasks and I/O.
+/// A current-thread runtime runs its other tasks and I/O first.
 #[inline(never)]
 pub(super) fn wake_after_others(context: &Context<'_>) {
     // Other wake-ups need no deferral: the future of `block_on` is not in the queue, and a
@@ -63,8 +63,8 @@ pub(super) fn wake_after_others(context: &Context<'_>) {
         let task = context.waker().clone();
         let deferred = DEFERRED.try_with(|(deferred, waker)| {
             deferred.0.lock().push(task);
-            // Its first poll gives the waker to the runtime of this thread. In each call, because
-            // the runtime of an earlier one may be another.
+            // Its first poll gives the waker to the runtime of this thread, which may be another
+            // one in each call.
             pin!(yield_now()).poll(&mut Context::from_waker(waker)).is_pending()
         });
         if deferred.is_ok() {

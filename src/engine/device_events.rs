@@ -43,8 +43,7 @@ impl Device {
     }
 }
 
-/// Returns a waker that is woken, while the listener exists, after other code has read events of
-/// `kind`.
+/// The waker is woken, while the listener exists, after other code has read events of `kind`.
 fn listen(
     device: &Device,
     kind: EventKind,
@@ -56,7 +55,7 @@ fn listen(
     Ok((waker, listener))
 }
 
-/// Returns a duplicate of the descriptor of events, because a descriptor can be registered once.
+/// Duplicates the descriptor, because it can be registered only once.
 pub(super) fn readable(device: &Device) -> io::Result<Readable<OwnedFd>> {
     let fd = device.event_fd().try_clone_to_owned()?;
     Readable::new(fd)
@@ -134,8 +133,8 @@ pub(crate) fn all_ports_are_down(device: &Device) -> bool {
     ports.all(|port| port.is_ok_and(|port| port.state != PortState::Active))
 }
 
-/// Notices the removal of a device and changes of its ports. Leaves the events to the streams of
-/// the user.
+/// Notices the removal of a device and changes of its ports. Leaves the events to the user's
+/// streams.
 pub(crate) struct PortChanges {
     device: Device,
     seen: u64,
@@ -144,8 +143,8 @@ pub(crate) struct PortChanges {
 }
 
 impl PortChanges {
-    /// Logs a warning and returns `None` if the thread that reports events read by other code
-    /// cannot be started.
+    /// Returns `None`, with a warning in the log, if the thread that reports events read by other
+    /// code cannot be started.
     pub(crate) fn new(device: &Device) -> Option<Self> {
         let (waker, listener) = listen(device, EventKind::Port)
             .inspect_err(|error| {
@@ -166,8 +165,7 @@ impl PortChanges {
         self.seen = self.device.port_events().changes;
     }
 
-    /// Waits for a change, woken by the descriptor of events. Returns at once if the device was
-    /// removed.
+    /// Waits for a change by the descriptor of events. Returns at once if the device was removed.
     pub(crate) async fn wait_by_descriptor(&mut self) {
         self.device.read_events();
         if self.device.port_events().removed {
@@ -185,8 +183,8 @@ impl PortChanges {
         self.wait(fd.ok().as_ref()).await;
     }
 
-    /// Waits for a change, woken when other code reads events, as the reactor of a connection does.
-    /// Uses no descriptor.
+    /// Waits, without a descriptor, until other code reads events, as the reactor of a connection
+    /// does.
     pub(crate) async fn wait_by_readers(&mut self) {
         self.wait(None).await;
     }

@@ -33,8 +33,8 @@ const FIRST_BATCH: usize = 1;
 /// Up to this number of work queues stay in the cache, and prefetching costs more than it saves.
 const FEW: usize = 64;
 
-/// Operations that may complete in a row without waiting before one yields to the runtime, as with
-/// Tokio's own resources.
+/// Operations that may complete in a row before one yields to the runtime, as with Tokio's
+/// resources.
 const READY_BUDGET: usize = 128;
 
 /// Errors of a resize that leave a queue of the old size, which works.
@@ -84,7 +84,6 @@ struct State {
 }
 
 impl State {
-    /// Returns true if a poll that took `taken` completions filled its batch.
     #[inline]
     fn was_full(&mut self, taken: usize) -> bool {
         let full = taken == self.completions.len();
@@ -131,7 +130,7 @@ struct Attached {
 }
 
 impl Drainer {
-    /// `grows`: the queue is resized if queue pairs need more entries than it has.
+    /// If `grows`, the queue is resized when queue pairs need more entries.
     pub(super) fn new(cq: Cq, channel: Option<Channel>, mode: CompletionMode, grows: bool) -> Self {
         Self {
             channel,
@@ -217,8 +216,7 @@ impl Drainer {
     }
 
     /// Ensures that `asked` entries are not reserved. A queue that grows is resized to twice its
-    /// size or the device's limit, so that many queue pairs resize it a few times only; if that
-    /// fails, to what is needed.
+    /// size or the device's limit, so that this is rare, or if that fails, to what is needed.
     fn ensure_free(&self, reserved: u32, asked: u32) -> Result<(), SetupError> {
         let capacity = self.cq.capacity();
         let free = capacity.saturating_sub(reserved);
@@ -250,7 +248,6 @@ impl Drainer {
         Err(SetupError::CompletionQueueFull { asked, free })
     }
 
-    /// Sets the queue pair to destroy if this completion queue fails.
     pub(super) fn set_queue_pair(
         &self,
         queue: &WorkQueue,
@@ -265,8 +262,7 @@ impl Drainer {
         Ok(())
     }
 
-    /// Adds a consumer of a shared receive queue, whose buffers are free only after all consumers
-    /// are gone.
+    /// The buffers of a shared receive queue are free only after all consumers are gone.
     pub(super) fn add_consumer(
         &self,
         queue: &WorkQueue,
@@ -282,8 +278,7 @@ impl Drainer {
         Ok(())
     }
 
-    /// Removes the destroyed `core`. The last consumer to go ends the receives if this completion
-    /// queue has failed.
+    /// The last consumer to go ends the receives if this completion queue has failed.
     pub(super) fn remove_consumer(&self, queue: &Arc<WorkQueue>, core: &impl Teardown) {
         let mut state = lock(&self.state);
         let failed = state.failed;
@@ -324,7 +319,7 @@ impl Drainer {
         self.direct.is_some().then(|| lock(&self.state))
     }
 
-    /// Takes all available completions without releasing the lock.
+    /// Does not release the lock in between.
     pub(super) fn drain_all(&self) {
         let mut state = lock(&self.state);
         while self.drain_batch(&mut state) {}
@@ -346,7 +341,6 @@ impl Drainer {
         self.cq.device().process_packets()
     }
 
-    /// Returns true if there may be more completions.
     fn drain_batch(&self, state: &mut State) -> bool {
         if let Some(direct) = &self.direct {
             let State { queues, woken, .. } = state;
@@ -367,14 +361,13 @@ impl Drainer {
         }
     }
 
-    /// Dispatches all available completions; returns true if there were any.
     pub(super) fn dispatch_available(&self) -> bool {
         if !self.mode.arms() {
             return false;
         }
         let mut state = lock(&self.state);
-        // A task that took the first completion of a batch may await nothing more, and so never
-        // find the others.
+        // A task that took the first completion of a batch may await nothing more, and never find
+        // the others.
         let (taken, before) = (state.next < state.end, state.counters.completions);
         while self.drain_batch(&mut state) {}
         let any = taken || state.counters.completions != before;

@@ -12,14 +12,12 @@ use super::drainer::Drainer;
 
 impl CompletionQueue {
     /// Runs `future` and polls this queue each time the runtime schedules the returned future,
-    /// which always reschedules itself.
+    /// which always reschedules itself. Meant for a current-thread runtime with a core of its own:
+    /// `runtime.block_on(queue.drive(process_packets()))`.
     ///
     /// While this future runs, operations of a [`Cooperative`](super::CompletionMode::Cooperative)
     /// queue sleep until their completion arrives, instead of each polling for itself. If it is not
     /// polled for a while, events wake them. In the other modes it reduces latency.
-    ///
-    /// Meant for a current-thread runtime with a core of its own:
-    /// `runtime.block_on(queue.drive(process_packets()))`.
     ///
     /// # Cancel safety
     ///

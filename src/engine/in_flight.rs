@@ -17,8 +17,6 @@ use crate::coop::poll_budget;
 use crate::error::OpErrorKind;
 use crate::types::{WorkCompletion, WrId};
 
-/// A work request with its buffers `B`.
-///
 /// Dropping it detaches: the buffers move into the slot and are dropped at the completion.
 pub(crate) struct InFlight<B: Send + 'static> {
     held: Option<(Claim<WorkQueue>, B)>,
@@ -60,7 +58,7 @@ impl<B: Send + 'static> InFlight<B> {
         })
     }
 
-    /// Polls for the outcome. Passes the buffers and the result of `extract` to `finish`, once.
+    /// Passes the buffers and the result of `extract` to `finish`, once.
     ///
     /// `proceed` is polled before an outcome is taken that another task or thread has found. What
     /// this call finds itself counts towards `ready_budget` of the completion queue.
@@ -221,8 +219,7 @@ impl Claim<WorkQueue> {
         self.queue().cq().poll_waiting(self.queue(), self, context, extract)
     }
 
-    /// Ends the claim and returns `extracted`, the result of a success, or else the outcome in the
-    /// slot.
+    /// Returns `extracted`, the result of a success, or else the outcome in the slot.
     ///
     /// # Safety
     ///

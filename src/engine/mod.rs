@@ -2,8 +2,7 @@
 //!
 //! Completions are taken under the lock of the completion queue. A task that finds its own
 //! completion takes it directly; all others are finished through their slots. Completion modes
-//! differ only in which component polls. This module knows neither the contents of buffers nor
-//! peers. `docs/architecture.md` lists each step with its file.
+//! differ only in which component polls. `docs/architecture.md` lists each step with its file.
 //!
 //! # Ownership
 //!
@@ -14,18 +13,18 @@
 //! ```
 //!
 //! A work queue and its completion queue reference each other until the device has destroyed the
-//! work queue and `Drainer::abandon` detaches it. So memory that the device may still
-//! write stays alive. A work queue references its queue pair weakly, to destroy it if the
-//! completion queue fails.
+//! work queue and `Drainer::abandon` detaches it, so memory that the device may still write stays
+//! alive. A work queue references its queue pair weakly, to destroy it if the completion queue
+//! fails.
 //!
 //! # Lock order
 //!
 //! `QueuePairCore::change`, then `Drainer::state` (of several completion queues, by address), then
-//! `WorkQueue::state`, then the locks of `Failures`. The provider's lock of a completion queue
-//! that is read in place is taken under `Drainer::state`: before `WorkQueue::state` by dispatch,
-//! after it by a reset, which therefore holds both. Cloning, waking or dropping a waker and
-//! dropping a buffer can run user code, so none of these happens under a lock: [`wake_list`] and
-//! [`later`](rdma_provider::later) keep them until the locks are released.
+//! `WorkQueue::state`, then the locks of `Failures`. The provider's lock of a completion queue that
+//! is read in place is taken under `Drainer::state`: before `WorkQueue::state` by dispatch, after
+//! it by a reset, which therefore holds both. Cloning, waking or dropping a waker and dropping a
+//! buffer can run user code, so [`wake_list`] and [`later`](rdma_provider::later) keep them until
+//! the locks are released.
 
 mod arm;
 mod batch;

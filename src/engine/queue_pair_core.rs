@@ -106,8 +106,8 @@ impl QueuePairCore {
             shared,
             windows: OnceLock::new(),
         });
-        // If a completion queue has failed meanwhile, the failure missed this queue pair, and this
-        // fails.
+        // Fails if a completion queue has failed meanwhile, because the failure missed this queue
+        // pair.
         let this: Arc<dyn Teardown> = core.clone();
         for queue in core.queues() {
             queue.cq().set_queue_pair(queue, Arc::downgrade(&this))?;
@@ -134,8 +134,7 @@ impl QueuePairCore {
         self.qp.lock().clone().ok_or(SetupError::Closed)
     }
 
-    /// Returns the windows of its leases. They reference the bare queue pair, which defers its
-    /// destruction.
+    /// They reference the bare queue pair, which defers its destruction.
     pub(crate) fn windows(&self) -> &Arc<WindowSet> {
         self.windows.get_or_init(Arc::default)
     }
@@ -147,7 +146,7 @@ impl QueuePairCore {
             qp.modify(attr)?;
             drop(change);
             if attr.state == Some(QpState::Err) && !qp.flushes_late_work() {
-                // What the device has not flushed by now was posted too late for it.
+                // The device has not flushed this work, because it was posted too late.
                 let flushed = OpErrorKind::Completion(CompletionError::flushed(qp.qpn()));
                 self.queues().for_each(|queue| queue.cq().abandon(queue, flushed, false));
             }
@@ -202,10 +201,9 @@ impl QueuePairCore {
         }
     }
 
-    /// Destroys the queue pair and ends all work in flight; `kind` is the result of work without a
-    /// completion.
+    /// Ends all work in flight; `kind` is the result of work without a completion.
     pub(crate) fn shut_down(&self, kind: OpErrorKind) {
-        // Tasks are woken after the destruction.
+        // Wakes tasks after the destruction.
         let _section = Section::begin();
         let change = self.change.lock();
         let taken = self.qp.lock().take();
@@ -268,9 +266,7 @@ impl QueuePairCore {
 }
 
 /// Destroys a shared receive queue without consumers; its receives fail as closed and return their
-/// buffers.
-///
-/// If the device refuses, its receives never complete and their buffers are leaked.
+/// buffers. If the device refuses, they never complete and their buffers are leaked.
 pub(crate) fn destroy_shared(queue: &Arc<WorkQueue>, srq: Srq) {
     drop(queue.close());
     let id = srq.id();

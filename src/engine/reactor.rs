@@ -46,8 +46,7 @@ pub(super) trait Watched: Send + Sync {
 
     fn stop_spinning(&self, runtime: runtime::Id);
 
-    /// Wakes all waiting operations after a registration is gone, so that they find another one or
-    /// poll.
+    /// Called after a registration is gone, so that operations find another one or poll.
     fn wake_to_repoll(&self);
 
     fn reactors(&self) -> &Reactors;
@@ -57,8 +56,6 @@ pub(super) struct Reactors {
     list: rdma_provider::locks::Mutex<Vec<Arc<Reactor>>>,
 }
 
-/// A registration with one runtime.
-///
 /// Each `serve_` function runs until its descriptor is not readable and the reactor holds the
 /// waker.
 struct Reactor {
@@ -86,8 +83,7 @@ struct Registrations {
 }
 
 enum Source {
-    /// Holds a reference to the channel, so that the descriptor is deregistered before it is
-    /// closed.
+    /// References the channel, so that the descriptor is deregistered before it is closed.
     Descriptor(Readable<Channel>),
     Task(Served),
 }
@@ -133,8 +129,8 @@ impl Reactors {
             }
             Some(Source::Task(_)) => {
                 drop(handle.spawn(task));
-                // A runtime that is shutting down drops the task at once, and with it the entry.
-                // An entry without registrations keeps the next operation from trying again.
+                // A runtime that is shutting down drops the task at once, and with it the entry. An
+                // entry without registrations keeps the next operation from trying again.
                 if reactor.task_ended.load(Ordering::Acquire) {
                     let ended = Reactor::new(runtime, Registrations::default(), weak, false);
                     add(&mut self.list.lock(), ended);
@@ -187,7 +183,7 @@ impl Registrations {
                 "failed to watch a completion channel; waiting tasks poll instead"
             );
         };
-        // The first registration shows whether the runtime has an I/O driver.
+        // Shows whether the runtime has an I/O driver.
         let (source, events) = match NoRuntime::or_registered(|| readable(device)) {
             Ok(events) => (
                 Source::new(channel).inspect_err(|error| failed(error)).ok(),
@@ -292,8 +288,7 @@ impl Reactor {
         }
     }
 
-    /// Handles the shutdown of the runtime. Its tasks end with it, but threads that wait in its
-    /// context continue.
+    /// The runtime's tasks end with it, but threads that wait in its context continue.
     fn end(&self, cq: &dyn Watched) {
         rdma_provider::debug!(
             "runtime shut down; removed its registration of the completion channel"
@@ -331,8 +326,8 @@ impl Future for ReactorTask {
                     (waker, key)
                 });
                 if self.rounds == 0 {
-                    // Another thread processed the arrivals that led to this completion. Later
-                    // arrivals are processed here.
+                    // Another thread processed the arrivals that led to this completion. Later ones
+                    // are processed here.
                     if let Some(packets) = &reactor.watched.packets {
                         packets.get_ref().process_packets();
                     }

@@ -1,6 +1,5 @@
-//! The state machine of one work request in flight, from post to result.
-//!
-//! [`Phase`] draws it. Three parties take part, each with exclusive rights:
+//! The state machine of one work request in flight, from post to result; [`Phase`] draws it. Three
+//! parties take part, each with exclusive rights:
 //!
 //! - the poster claims the slot, under the lock of its work queue;
 //! - the drainer finishes it, under the lock of the completion queue, or of the work queue if the
@@ -106,22 +105,18 @@ pub(super) enum Detach {
     },
 }
 
-/// One work request or batch in flight.
-///
-/// In two cache lines. An operation that takes its own completion, without a waker, uses only the
-/// first.
+/// One work request or batch in flight, in two cache lines. An operation that takes its own
+/// completion, without a waker, uses only the first.
 #[repr(C, align(64))]
 pub(crate) struct Slot<Q> {
-    /// The id of the work request, or of the next one if the slot is free. For a batch, of its last
-    /// work request.
+    /// The id of the work request, for a batch of its last one; the next id if the slot is free.
     id: AtomicU64,
     next: AtomicPtr<Self>,
     /// Owned by the future: the reference to the work queue for one generation. Not dropped with
     /// the slot: [`take_queue`](Self::take_queue) must take out what
     /// [`keep_queue`](Self::keep_queue) stored.
     queue: UnsafeCell<ManuallyDrop<Option<Arc<Q>>>>,
-    /// Position in the work queue, counted from its first work request; for a batch, of the last
-    /// part.
+    /// Position, counted from the first work request of the queue; for a batch, of the last part.
     position: AtomicU32,
     start: AtomicU32,
     state: AtomicU16,
@@ -175,7 +170,7 @@ impl<Q> Slot<Q> {
         self
     }
 
-    /// Creates the slot of a refused operation: complete, and part of no work queue.
+    /// A complete slot that is part of no work queue.
     #[cold]
     pub(super) fn refused(kind: OpErrorKind) -> Self {
         let mut slot = Self::new(WrId(0), false);
@@ -426,8 +421,7 @@ impl<Q> Slot<Q> {
         self.state.load(Ordering::Acquire) & COMPLETE != 0
     }
 
-    /// Registers `waker` to be woken when the result is available. Wakers that are not kept move to
-    /// `discarded`, which the caller drops without any lock held.
+    /// Wakers that are not kept move to `discarded`, which the caller drops without any lock held.
     pub(super) fn register(&self, waker: Waker, discarded: &mut Discarded) -> Registered {
         discarded[0] = Some(waker);
         let mut kept = false;

@@ -25,10 +25,10 @@ const FAR: usize = STEPS - 1 - NEAR;
 
 pub(super) const MAX_SLOTS: u32 = (1 << INDEX_BITS) - BIAS;
 
-/// A table of slots. It may have more slots than the device's queue, because a slot stays claimed
-/// until its operation has taken the result.
+/// May have more slots than the device's queue, because a slot stays claimed until its operation
+/// has taken the result.
 pub(super) struct Slots<Q> {
-    /// First candidate in the search: the slot released last, which is likely in the cache.
+    /// First candidate in the search: the slot released last, likely in the cache.
     likely_free: LikelyFree<Q>,
     /// The first step, allocated with the first slot: many receive queues are never used.
     first: Step<Q>,
@@ -148,7 +148,6 @@ impl<Q> Slots<Q> {
     }
 
     /// Claims a free slot for `parts` work requests; `None` if all [`MAX_SLOTS`] are taken.
-    ///
     /// Consecutive operations use the same slot.
     #[inline]
     pub(super) fn claim(

@@ -1,12 +1,12 @@
-//! The number of rounds that a hybrid wait spins, adapted to earlier waits. No clock, no lock.
+//! The number of rounds that a hybrid wait spins, adapted to earlier waits.
 
 use std::sync::atomic::{AtomicU32, Ordering};
 
-/// Maximum rounds. A round is one pass of the scheduler and one poll, about 0.2 µs on an idle
-/// runtime, so this is about the 50 µs that arming, sleeping and waking can cost.
+/// A round is one pass of the scheduler and one poll, about 0.2 µs on an idle runtime, so this is
+/// about the 50 µs that arming, sleeping and waking can cost.
 const MAX_ROUNDS: u32 = 256;
 
-/// At least this many rounds: a completion may arrive while the task is about to park.
+/// A completion may arrive while the task is about to park.
 const MIN_ROUNDS: u32 = 2;
 
 /// One in so many parks tries the maximum, to detect that spinning pays again.
@@ -28,10 +28,8 @@ impl SpinBudget {
         rounds < if probing { MAX_ROUNDS } else { self.rounds.load(Ordering::Relaxed) }
     }
 
-    /// Records that spinning found the completion after `rounds`. The budget approaches twice that:
-    /// up at once, down by quarters.
-    ///
-    /// Racing updates may be lost; the budget is an estimate.
+    /// Spinning found the completion after `rounds`. The budget approaches twice that: up at once,
+    /// down by quarters. Racing updates may be lost; the budget is an estimate.
     pub(super) fn found(&self, rounds: u32) {
         let (now, wanted) =
             (self.rounds.load(Ordering::Relaxed), (2 * rounds).clamp(MIN_ROUNDS, MAX_ROUNDS));
@@ -40,7 +38,7 @@ impl SpinBudget {
         self.parks.store(0, Ordering::Relaxed);
     }
 
-    /// Records that spinning found nothing: halves the budget.
+    /// Spinning found nothing.
     pub(super) fn missed(&self) {
         let now = self.rounds.load(Ordering::Relaxed);
         self.rounds.store((now / 2).max(MIN_ROUNDS), Ordering::Relaxed);

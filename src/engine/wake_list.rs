@@ -1,8 +1,7 @@
 //! Actions to run after locks are released: waking tasks, dropping buffers, and shutting down the
-//! objects of a failed completion queue.
-//!
-//! The drainer collects them in a [`WakeList`] under the lock of the completion queue, and leaves
-//! them to [`later`] after the release: its caller may hold a lock, too.
+//! objects of a failed completion queue. The drainer collects them in a [`WakeList`] under the lock
+//! of the completion queue, and leaves them to [`later`] after the release: its caller may hold a
+//! lock, too.
 
 use std::cell::RefCell;
 use std::sync::Arc;
@@ -19,17 +18,13 @@ pub(super) trait Teardown: Send + Sync {
     /// `kind`. Takes the lock of the completion queue.
     fn shut_down(&self, kind: OpErrorKind);
 
-    /// Moves a queue pair to the error state because of `cause`. Returns false if it is not a queue
-    /// pair, or the device refuses.
+    /// Returns false if it is not a queue pair, or the device refuses.
     fn move_to_error(&self, _cause: OpErrorKind) -> bool {
         false
     }
 }
 
-/// Actions that run user code or take locks.
-///
-/// Most lists wake one task, which needs no box. A list is small, because each completion queue has
-/// one.
+/// Most lists wake one task, which needs no box. Each completion queue has a list, so it is small.
 #[derive(Default)]
 pub(super) struct WakeList {
     first: Option<Waker>,
@@ -121,7 +116,6 @@ impl Actions {
         self.keep_spare();
     }
 
-    /// Keeps the empty lists for the next [`WakeList`] of this thread.
     fn keep_spare(self: Box<Self>) {
         // During the destruction of a thread, they are dropped instead.
         let _ = SPARES.try_with(|spares| {

@@ -46,8 +46,8 @@ pub(crate) const QUEUE_LINES: usize = 3;
 #[repr(C)]
 pub(crate) struct WorkQueue {
     pub(super) slots: Slots<Self>,
-    /// References this queue until [`Drainer::abandon`] detaches it, which keeps alive
-    /// what the device still uses.
+    /// References this queue until [`Drainer::abandon`] detaches it: keeps alive what the device
+    /// uses.
     cq: Arc<Drainer>,
     /// Maximum bytes of a single-element request that needs no further check; 0 if all need one.
     max_plain: u64,
@@ -97,7 +97,7 @@ impl WorkQueue {
         debug_assert!(set.is_ok(), "a work queue has one queue pair");
     }
 
-    /// Returns the live queue pair. The caller drops it without any lock held.
+    /// The caller drops it without any lock held.
     pub(super) fn queue_pair(&self) -> Option<Arc<dyn Teardown>> {
         self.queue_pair.get()?.upgrade()
     }
@@ -154,8 +154,7 @@ impl WorkQueue {
         Arc::as_ptr(self).cast::<()>().wrapping_byte_sub(COUNTS)
     }
 
-    /// Returns the address of the slot that the next post uses, to be prefetched. Allocates the
-    /// first slots.
+    /// Returns the address of the next slot, for prefetching. Allocates the first slots.
     pub(crate) fn next_slot(self: &Arc<Self>) -> Option<*const ()> {
         let mut state = lock(&self.state);
         let claim = self.claim(&mut state.cursor, 1)?;
@@ -197,7 +196,6 @@ impl WorkQueue {
         }
     }
 
-    /// Settles a completion whose slot got a waker meanwhile.
     #[cold]
     fn settle_overtaken(&self, wc: &WorkCompletion, woken: &mut WakeList) {
         self.settle(wc.wr_id, Ok(*wc), woken);
@@ -287,7 +285,7 @@ impl WorkQueue {
         self.cq.abandon(self, kind, true);
     }
 
-    /// Ends all work in flight. Requires that the device has destroyed or reset the queue.
+    /// Requires that the device has destroyed or reset the queue.
     pub(super) fn abandon(&self, kind: OpErrorKind, woken: &mut WakeList) {
         let mut state = lock(&self.state);
         while let Some(next) = state.wait_queue.pop_front() {
@@ -331,8 +329,8 @@ impl WorkQueue {
         }
     }
 
-    /// Returns the first failure since the queue was created that is not a flush, also of other
-    /// operations: the reason why work is flushed.
+    /// Returns the first failure, of any operation, that is not a flush: the reason why work is
+    /// flushed.
     pub(crate) fn cause(&self) -> Option<OpErrorKind> {
         self.failures.cause()
     }
@@ -392,7 +390,7 @@ impl WorkQueue {
     }
 }
 
-/// Ends a shared receive queue whose completion queue has failed, after its last consumer is gone.
+/// Ends a shared receive queue whose completion queue has failed, without consumers.
 /// It is not destroyed yet, so not detached.
 impl Teardown for WorkQueue {
     fn shut_down(&self, kind: OpErrorKind) {

@@ -93,7 +93,6 @@ impl<'a> WorkRequest<'a> {
         Self::new(WorkKind::Receive, SendFlags::empty(), u64::MAX)
     }
 
-    /// A request of a send queue that names no remote region.
     #[inline]
     pub(crate) const fn local(op: SendOp) -> Self {
         Self::new(WorkKind::Send(op), SendFlags::SIGNALED, u64::MAX)
@@ -114,7 +113,6 @@ impl<'a> WorkRequest<'a> {
         Self::local(SendOp::SendWithInvalidate(remote.rkey()))
     }
 
-    /// A request that accesses `remote` by `op`.
     #[inline]
     pub(crate) const fn remote(op: SendOp, remote: RemoteRegion) -> Self {
         Self::new(WorkKind::Send(op), SendFlags::SIGNALED, remote.len())
@@ -150,13 +148,13 @@ impl<'a> WorkRequest<'a> {
         Self { flags: self.flags | flags, ..self }
     }
 
-    /// Sends `bytes`, which the call that posts copies, instead of a buffer.
+    /// The call that posts copies `bytes`.
     #[inline]
     pub(crate) const fn inline(self, bytes: &'a [u8]) -> Self {
         Self { inline: Some(bytes), ..self }
     }
 
-    /// Returns true if the request consists of a kind, flags and buffers.
+    /// It then consists of a kind, flags and buffers.
     #[inline]
     pub(super) const fn may_be_plain(&self) -> bool {
         self.inline.is_none() && self.window.is_none() && self.to.is_none()
@@ -167,7 +165,6 @@ impl<'a> WorkRequest<'a> {
         self.to.map(Receiver::target)
     }
 
-    /// Returns what the device gets of a request of a send queue.
     #[inline]
     pub(super) fn send_wr<'b>(&self, wr_id: WrId, op: SendOp, sges: &'b [Sge]) -> SendWr<'b>
     where
@@ -212,7 +209,7 @@ pub(super) struct Queued {
     inline: Option<SmallVec<[u8; 64]>>,
     window: Option<Box<WindowBind>>,
     to: Option<(AddressHandle, Qpn, ReceiverKey)>,
-    /// True for a part of a batch: if it is refused, so are the following parts.
+    /// If a part of a batch is refused, so are the following parts.
     pub(super) is_part: bool,
 }
 
@@ -230,7 +227,7 @@ impl Queued {
         }
     }
 
-    /// Returns the request, whose remote length was checked.
+    /// The remote length was checked.
     pub(super) fn request(&self) -> WorkRequest<'_> {
         WorkRequest {
             kind: self.kind,

@@ -13,8 +13,8 @@ use crate::sync::{MutexGuard, Ordering, lock, try_lock};
 use crate::verbs::{Channel, Device};
 
 impl Drainer {
-    /// Ensures that completions are noticed even if no task waits: an abandoned operation holds
-    /// buffers, and capacity that others wait for.
+    /// Completions must be noticed even if no task waits: an abandoned operation holds buffers, and
+    /// capacity that others wait for.
     pub(in crate::engine) fn ensure_watched(self: &Arc<Self>) {
         if !self.mode.arms() {
             return;
@@ -170,7 +170,7 @@ impl Armed for Draining<'_> {
                 self.state.counters.events += 1;
                 self.state.unacknowledged += 1;
                 // Acknowledging takes a lock and wakes a thread that destroys the queue, so it is
-                // done rarely.
+                // rare.
                 if self.state.unacknowledged == u32::from(u16::MAX) {
                     self.queue.cq.acknowledge(std::mem::take(&mut self.state.unacknowledged));
                 }

@@ -30,15 +30,14 @@ fn poll_without_reactor(context: &Context<'_>) {
 }
 
 impl Drainer {
-    /// Returns true if taken completions may stay undispatched: no task waits, and no thread polls.
-    /// A task that begins to wait dispatches them first: `dispatch_rest`, `park`,
-    /// `ensure_watched`.
+    /// Taken completions may stay undispatched if no task waits and no thread polls. A task that
+    /// begins to wait dispatches them first: `dispatch_rest`, `park`, `ensure_watched`.
     #[inline]
     fn may_defer(&self) -> bool {
         self.waiting.load(Ordering::Relaxed) == 0 && self.mode.arms()
     }
 
-    /// Finishes `slot`, to which the first of `taken` completions belongs.
+    /// The first of `taken` completions belongs to `slot`.
     #[inline(never)]
     fn finish_first(
         mut guard: MutexGuard<'_, State>,
@@ -66,10 +65,9 @@ impl Drainer {
     /// Polls once for the work request of `queue` in a [new](Slot::is_new) slot, then waits as the
     /// mode requires.
     ///
-    /// If the next completion is a success of this operation, returns the result of `extract`;
-    /// otherwise the slot has the outcome. In the first case the caller must
-    /// [end](crate::engine::claim::Claim::end) the claim. That may free the queue, so the caller
-    /// has no reference arguments to it.
+    /// If the next completion is a success of this operation, returns the result of `extract`, and
+    /// the caller must [end](crate::engine::claim::Claim::end) the claim. That may free the queue,
+    /// so the caller has no reference arguments to it. Otherwise the slot has the outcome.
     #[inline(always)]
     pub(in crate::engine) fn poll_new<S>(
         queue: &WorkQueue,
@@ -106,8 +104,8 @@ impl Drainer {
         self.drain_and_wait(slot, context).map(|()| None)
     }
 
-    /// Takes the next completion if it is a success of this operation; otherwise dispatches
-    /// completions and waits.
+    /// Takes the next completion if it is a success of this operation; otherwise dispatches and
+    /// waits.
     #[inline(always)]
     fn take_own<'a, S>(
         self: &'a Arc<Self>,
@@ -178,8 +176,7 @@ impl Drainer {
         waited.map(|()| None)
     }
 
-    /// Handles a batch that does not start with the expected completion, or an exhausted ready
-    /// budget.
+    /// Handles a batch that starts with another completion, or an exhausted ready budget.
     #[cold]
     fn dispatch_taken<'a>(
         self: &'a Arc<Self>,
@@ -262,7 +259,7 @@ impl Drainer {
         self.wait(state, more, slot, context)
     }
 
-    /// Waits for the busy poller, which holds the lock most of the time and finds the completion.
+    /// The busy poller holds the lock most of the time and finds the completion.
     #[cold]
     fn wait_for_busy_poller(
         self: &Arc<Self>,
@@ -315,8 +312,8 @@ impl Drainer {
         if yields { Poll::Pending } else { Poll::Ready(()) }
     }
 
-    /// Returns true if the task polls again instead of sleeping. It has polled `rounds` times
-    /// without a result.
+    /// Returns true if the task, after `rounds` polls without a result, polls again instead of
+    /// sleeping.
     fn may_spin(&self, slot: &Slot<WorkQueue>, rounds: u32) -> bool {
         match &self.mode {
             CompletionMode::Cooperative => self.drivers.load(Ordering::Relaxed) == 0,

@@ -15,10 +15,9 @@ use crate::types::WrId;
 /// A runtime that watches the channel.
 type Runtime = u32;
 
-/// The completion queue of a device: completions, one-shot arming, a channel.
 struct Device {
     completions: u32,
-    /// Completions of solicited receives, which the completion waker learns of.
+    /// The completion waker learns of them.
     receives: u32,
     /// The device is lost: drains fail once they find nothing.
     lost: bool,
@@ -28,7 +27,6 @@ struct Device {
 }
 
 impl Device {
-    /// Raises the requested event if a completion of this kind does. Returns true if so.
     fn raise(&mut self, arm: Arm) -> bool {
         let raises = self.arm >= arm;
         if raises {
@@ -117,7 +115,6 @@ impl Armed for Draining<'_> {
 }
 
 impl Queue {
-    /// Creates a queue for which `arm` is requested.
     fn new(arm: Arm, completion_waker: Option<Waker>) -> Self {
         let slot = Slot::new(POSTED.wr_id, false);
         assert!(slot.claim(1), "a new slot is free");
@@ -166,7 +163,7 @@ impl Queue {
         device.raise(Arm::Solicited);
     }
 
-    /// Registers `waker` with the operation, like `wait`. Returns true if it is complete.
+    /// Like `wait`. Returns true if the operation is complete.
     fn wait(&self, waker: Waker) -> bool {
         self.with(|draining| {
             draining.drain();
@@ -180,8 +177,8 @@ impl Queue {
         })
     }
 
-    /// Handles an event in `runtime`, which has a task if `has_task`, like `on_event`. Returns true
-    /// if the task is to spin.
+    /// Like `on_event`. Returns true if the task of `runtime`, which exists if `has_task`, is to
+    /// spin.
     fn on_event(&self, runtime: Runtime, has_task: bool) -> bool {
         self.with(|draining| {
             let is_only = self.runtimes.lock().unwrap().iter().all(|&watching| watching == runtime);
@@ -298,7 +295,7 @@ const OTHER: Runtime = 2;
 /// The polls without a completion after which a task ends to spin.
 const BUDGET: u32 = 1;
 
-/// The task of a registration in hybrid mode, like `ReactorTask`.
+/// Like `ReactorTask`.
 struct SpinningTask {
     queue: Arc<Queue>,
     rounds: u32,
@@ -306,8 +303,7 @@ struct SpinningTask {
 }
 
 impl SpinningTask {
-    /// Creates a queue with a completion waker, and its task in the runtime [`OWN`]. The task
-    /// spins, or has an event to handle if `by_event`.
+    /// The task runs in [`OWN`]. It spins, or has an event to handle if `by_event`.
     fn new(by_event: bool, completion_waker: Waker) -> Self {
         let queue = Arc::new(Queue::new(Arm::Solicited, Some(completion_waker)));
         queue.runtimes.lock().unwrap().push(OWN);

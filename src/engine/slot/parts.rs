@@ -1,7 +1,6 @@
-//! The work requests of a batch, which share one slot.
-//!
-//! The last part has the id of the slot, the parts before it have the preceding generations. So a
-//! failed completion identifies its part, although only the last part completes the slot.
+//! The work requests of a batch, which share one slot. The last part has the id of the slot, the
+//! parts before it have the preceding generations. So a failed completion identifies its part,
+//! although only the last part completes the slot.
 
 use super::{DETACHED, FAILED, PHASE, SUBMITTED, Slot, WAITING};
 use crate::engine::work_request_id::{GENERATION, GENERATION_BITS};
@@ -9,16 +8,15 @@ use crate::error::OpErrorKind;
 use crate::sync::Ordering;
 use crate::types::WrId;
 
-/// Maximum number of work requests of a batch. Each takes one generation; at most half of all, so
-/// that two successive uses of a slot stay distinguishable.
+/// Each part takes one generation; at most half of all, so that two successive uses of a slot stay
+/// distinguishable.
 pub(in crate::engine) const MAX_PARTS: u32 = u16::MAX as u32;
 const _: () = assert!(MAX_PARTS < 1 << (GENERATION_BITS - 1));
 
 pub(in crate::engine) type FailedParts = Vec<(u32, OpErrorKind)>;
 
 impl<Q> Slot<Q> {
-    /// Records the position of the part `id`; the other parts are posted directly before and after
-    /// it.
+    /// The other parts are posted directly before and after the part `id`.
     pub(in crate::engine) fn set_part_position(&self, id: WrId, position: u32) {
         let part = self.part(id).unwrap_or(0);
         self.set_start(position.wrapping_sub(part));
@@ -65,7 +63,7 @@ impl<Q> Slot<Q> {
         matches!(state & PHASE, SUBMITTED | WAITING | DETACHED).then(|| self.part(id))?
     }
 
-    /// Resets the slot of a completed batch to one work request; returns true if parts have failed.
+    /// Returns true if parts have failed.
     #[inline]
     pub(in crate::engine) fn end_parts(&self) -> bool {
         if self.parts() == 1 {

@@ -54,7 +54,6 @@ impl WorkQueue {
         }
     }
 
-    /// Returns true if this single element needs no further check.
     #[inline]
     pub(in crate::engine) fn is_plain(&self, sge: Sge, pd: PdKey, remote_len: u64) -> bool {
         let length = u64::from(sge.length);
@@ -99,7 +98,7 @@ impl WorkQueue {
         Some(claim)
     }
 
-    /// Claims a slot and calls `post`, which returns true if the device has the request.
+    /// Calls `post`, which returns true if the device has the request.
     // Without this and that of `send_now`, an awaited WRITE takes 5 % more (`scripts/instructions`:
     // 877 instead of 833).
     #[inline(always)]
@@ -162,8 +161,8 @@ impl WorkQueue {
         free > 0
     }
 
-    /// Locks the open queue. Also returns whether the device has free entries for `count` work
-    /// requests, which must be queued otherwise.
+    /// Also returns whether the device has free entries for `count` work requests, which must be
+    /// queued otherwise.
     pub(super) fn lock_for(
         &self,
         count: usize,

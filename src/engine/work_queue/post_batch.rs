@@ -74,7 +74,6 @@ impl WorkQueue {
         Ok(claim)
     }
 
-    /// Posts a list with one doorbell.
     #[inline(never)]
     fn post_list(
         &self,

@@ -88,8 +88,8 @@ impl WorkQueueState {
         Ok(())
     }
 
-    /// Returns why the device refused a work request. For EINVAL this is the state of the queue
-    /// pair, if it accepts no such work in that state; otherwise `error`.
+    /// Returns the state of the queue pair if `error` is EINVAL and the state forbids the work;
+    /// otherwise `error`.
     #[cold]
     pub(in crate::engine) fn refusal(&self, error: VerbError) -> OpErrorKind {
         if error.errno != VerbError::EINVAL {

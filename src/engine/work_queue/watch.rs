@@ -1,5 +1,5 @@
-//! What a pool of DC initiators asks of a work queue. It shares work queues between peers, and must
-//! not reassign one in use.
+//! For a pool of DC initiators, which shares work queues between peers, and must not reassign one
+//! in use.
 
 use std::task::Waker;
 
@@ -27,22 +27,22 @@ impl WorkQueue {
         self.capacity.in_flight(state.posted as u32) as usize + state.wait_queue.len()
     }
 
-    /// Returns the position behind all work submitted so far, for [`has_passed`](Self::has_passed).
+    /// The position behind all work submitted so far, for [`has_passed`](Self::has_passed).
     pub(crate) fn mark(&self) -> u32 {
         let state = lock(&self.state);
         (state.posted as u32).wrapping_add(state.wait_queue.len() as u32)
     }
 
-    /// Returns true if all work submitted before `mark` is done. It may become true late if queued
-    /// work was refused.
+    /// Returns true if all work submitted before `mark` is done, perhaps late if queued work was
+    /// refused.
     pub(crate) fn has_passed(&self, mark: u32) -> bool {
         let state = lock(&self.state);
         let done = (state.posted as u32).wrapping_sub(self.capacity.in_flight(state.posted as u32));
         self.is_idle_now(&state) || done.wrapping_sub(mark) < 1 << 31
     }
 
-    /// Returns true if the queue is idle. Otherwise wakes `waker` once when it becomes idle,
-    /// whether or not tasks wait for its completions. An earlier waker is kept instead.
+    /// If this returns false, wakes `waker` once when the queue becomes idle, whether or not tasks
+    /// wait for its completions. An earlier waker is kept instead.
     pub(crate) fn when_idle(&self, waker: &Waker) -> bool {
         // Cloned, and dropped below, without the lock.
         let mut waker = Some(waker.clone());
@@ -54,8 +54,7 @@ impl WorkQueue {
             self.cq().add_waiter();
             state.watch.idle = waker.take();
         }
-        // Either this thread sees the idle queue, or the drainer sees the waiter, as for queued
-        // work.
+        // Either this thread sees the idle queue, or the drainer sees the waiter.
         self.capacity.announce_waiter();
         let idle = self.is_idle_now(&state);
         let discarded = if idle { state.watch.idle.take() } else { None };
@@ -71,8 +70,8 @@ impl WorkQueue {
         idle
     }
 
-    /// Wakes `waker` once at the next failure of the queue, or immediately if it has failed
-    /// since `failures` or is closed.
+    /// Wakes `waker` once at the next failure of the queue, or immediately if it has failed since
+    /// `failures` or is closed.
     pub(crate) fn when_failed(&self, waker: &Waker, failures: u32) {
         let waker = waker.clone();
         let mut state = lock(&self.state);
@@ -90,8 +89,7 @@ impl WorkQueue {
         state.wait_queue.is_empty() && self.capacity.in_flight(state.posted as u32) == 0
     }
 
-    /// Notifies the watcher if the queue is idle. Called after queued work was posted to freed
-    /// capacity.
+    /// Called after queued work was posted to freed capacity.
     pub(in crate::engine) fn notify_idle(&self, state: &mut WorkQueueState, woken: &mut WakeList) {
         if self.is_idle_now(state)
             && let Some(waker) = state.watch.idle.take()
@@ -101,7 +99,7 @@ impl WorkQueue {
         }
     }
 
-    /// Wakes `waker` each time waiting tasks are to poll again. For components with waiters of
+    /// Wakes `waker` each time waiting tasks are to poll again, for components with waiters of
     /// their own.
     pub(crate) fn on_wake_to_repoll(&self, waker: &Waker) {
         let waker = waker.clone();
