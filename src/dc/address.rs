@@ -49,7 +49,7 @@ impl DcAddress {
 }
 
 impl Address for DcAddress {
-    // Differs from the versions of queue pair endpoints, which have the same length.
+    // Differs from those of queue pair endpoints, which have the same length.
     const VERSION: u8 = 0x41;
     const ALLOWED_VERSION: &'static str = "65";
 

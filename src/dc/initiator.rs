@@ -16,13 +16,11 @@ use crate::types::{
 use crate::verbs::{AddressHandle, ProtectionDomain};
 
 /// A send queue for any number of targets; [`DcTarget`](super::DcTarget) has an example. Clones
-/// refer to the same initiator.
+/// refer to the same initiator. Dropping the last one closes it like a [`QueuePair`].
 ///
 /// Work completes in the order of posting, so a slow or unreachable target delays later work to
 /// all. A failure moves the initiator to the error state and flushes all later work;
 /// [`repair`](Self::repair) restores it.
-///
-/// Dropping the last clone closes the initiator like a [`QueuePair`].
 #[derive(Clone)]
 pub struct DcInitiator {
     qp: QueuePair,
@@ -44,7 +42,7 @@ impl DcInitiator {
     ///
     /// # Errors
     ///
-    /// See [`DcInitiatorBuilder::build`].
+    /// As for [`DcInitiatorBuilder::build`].
     pub fn new(pd: &ProtectionDomain, queue: &CompletionQueue) -> Result<Self, SetupError> {
         Self::builder(pd, queue).build()
     }
@@ -186,7 +184,7 @@ impl DcInitiator {
     ///
     /// # Errors
     ///
-    /// See [`reset`](Self::reset).
+    /// As for `reset`.
     pub fn repair(&self) -> Result<bool, SetupError> {
         let _one_at_a_time = self.setup.repair.lock();
         if self.query()?.0 == QpState::Rts {
@@ -310,19 +308,19 @@ pub struct DcInitiatorBuilder {
 }
 
 impl DcInitiatorBuilder {
-    /// Sets the capacity of the send queue, like [`QueuePairBuilder::max_send_wr`].
+    /// Sets the capacity like [`QueuePairBuilder::max_send_wr`].
     pub fn max_send_wr(mut self, work_requests: u32) -> Self {
         self.queue_pair = self.queue_pair.max_send_wr(work_requests);
         self
     }
 
-    /// Sets the scatter/gather elements of a work request, like [`QueuePairBuilder::max_sge`].
+    /// Sets the scatter/gather elements like [`QueuePairBuilder::max_sge`].
     pub fn max_sge(mut self, elements: u32) -> Self {
         self.queue_pair = self.queue_pair.max_sge(elements);
         self
     }
 
-    /// Sets the maximum of inline bytes, like [`QueuePairBuilder::max_inline`].
+    /// Sets the inline bytes like [`QueuePairBuilder::max_inline`].
     pub fn max_inline(mut self, bytes: u32) -> Self {
         self.queue_pair = self.queue_pair.max_inline(bytes);
         self
@@ -334,8 +332,7 @@ impl DcInitiatorBuilder {
         self
     }
 
-    /// Sets the maximum packet payload, which all targets must accept; the MTU of the port by
-    /// default.
+    /// Sets the maximum packet payload, which all targets must accept; default the MTU of the port.
     pub fn mtu(mut self, mtu: Mtu) -> Self {
         self.mtu = Some(mtu);
         self
@@ -355,13 +352,13 @@ impl DcInitiatorBuilder {
         self
     }
 
-    /// Chooses port and GID to reach this peer, like [`QueuePairBuilder::peer`].
+    /// Chooses port and GID like [`QueuePairBuilder::peer`].
     pub fn peer(mut self, peer: impl Into<Gid>) -> Self {
         self.queue_pair = self.queue_pair.peer(peer);
         self
     }
 
-    /// Sets port and GID index, like [`QueuePairBuilder::source`].
+    /// Sets port and GID index like [`QueuePairBuilder::source`].
     pub fn source(mut self, port: PortNum, gid_index: u8) -> Self {
         self.queue_pair = self.queue_pair.source(port, gid_index);
         self
@@ -371,8 +368,8 @@ impl DcInitiatorBuilder {
     ///
     /// # Errors
     ///
-    /// Those of [`QueuePairBuilder::build`]; [`SetupError::Unsupported`] also if the device does
-    /// not support DC ([`DeviceAttr::dc`](crate::types::DeviceAttr::dc)).
+    /// As for [`QueuePairBuilder::build`]; [`SetupError::Unsupported`] also if the device does not
+    /// support DC ([`DeviceAttr::dc`](crate::types::DeviceAttr::dc)).
     pub fn build(self) -> Result<DcInitiator, SetupError> {
         let Self { queue_pair, retries, mtu, reads } = self;
         retries.check()?;

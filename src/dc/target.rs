@@ -21,13 +21,12 @@ use crate::verbs::{Dct, ProtectionDomain};
 /// ```
 /// use tokio_rdma::Access;
 /// use tokio_rdma::dc::{DcInitiator, DcTarget};
-/// # use tokio_rdma::{CompletionMode, CompletionQueue, Device, Pool, SharedReceiveQueue};
+/// # use tokio_rdma::*;
 ///
 /// # #[tokio::main(flavor = "current_thread")]
 /// # async fn main() -> Result<(), Box<dyn std::error::Error>> {
-/// # let device = Device::software()?;
-/// # let pd = device.protection_domain()?;
-/// # let queue = CompletionQueue::new(&device, CompletionMode::Event)?;
+/// # let pd = Device::software()?.protection_domain()?;
+/// # let queue = CompletionQueue::new(pd.device(), CompletionMode::Event)?;
 /// # let pool = Pool::new(&pd, 64, 4)?;
 /// let receives = SharedReceiveQueue::new(&pd, &queue, 16, 1)?;
 /// let target = DcTarget::builder(&pd, &receives).access(Access::REMOTE_WRITE).build()?;
@@ -67,7 +66,7 @@ impl DcTarget {
     ///
     /// # Errors
     ///
-    /// See [`DcTargetBuilder::build`].
+    /// As for [`DcTargetBuilder::build`].
     pub fn new(pd: &ProtectionDomain, srq: &SharedReceiveQueue) -> Result<Self, SetupError> {
         Self::builder(pd, srq).build()
     }
@@ -153,15 +152,13 @@ impl DcTargetBuilder {
         self
     }
 
-    /// Sets the maximum packet payload, which initiators must not exceed; the MTU of the port by
-    /// default.
+    /// Sets the maximum packet payload for initiators; default the MTU of the port.
     pub fn mtu(mut self, mtu: Mtu) -> Self {
         self.mtu = Some(mtu);
         self
     }
 
-    /// Sets how long a peer waits before it retries a message that found no receive; 0.64 ms by
-    /// default.
+    /// Sets how long a peer waits before it retries a message without a receive; default 0.64 ms.
     pub fn rnr_timer(mut self, timer: RnrTimer) -> Self {
         self.rnr_timer = timer;
         self
@@ -180,14 +177,13 @@ impl DcTargetBuilder {
         self
     }
 
-    /// Chooses port and GID to reach this peer, like
-    /// [`QueuePairBuilder::peer`](crate::op::QueuePairBuilder::peer).
+    /// Chooses port and GID like [`QueuePairBuilder::peer`](crate::op::QueuePairBuilder::peer).
     pub fn peer(mut self, peer: impl Into<Gid>) -> Self {
         self.source = Source::To(peer.into());
         self
     }
 
-    /// Sets port and GID index, like
+    /// Sets port and GID index like
     /// [`QueuePairBuilder::source`](crate::op::QueuePairBuilder::source).
     pub fn source(mut self, port: PortNum, gid_index: u8) -> Self {
         self.source = Source::From(port, gid_index);
@@ -198,15 +194,11 @@ impl DcTargetBuilder {
     ///
     /// # Errors
     ///
+    /// As for [`QueuePairBuilder::build`](crate::op::QueuePairBuilder::build), and:
+    ///
     /// - [`SetupError::Unsupported`] if the device does not support DC
     ///   ([`DeviceAttr::dc`](crate::types::DeviceAttr::dc)).
-    /// - [`SetupError::Foreign`] if the shared receive queue belongs to another protection domain.
-    /// - [`SetupError::NoGid`] without an active port or the requested GID.
-    /// - [`SetupError::NoPkey`] if the port's table lacks the partition of the path.
-    /// - [`SetupError::Limit`] if the MTU exceeds the MTU of the port or of the path; this or
-    ///   [`SetupError::TooSmall`] for another value of the path out of range.
-    /// - [`SetupError::Verb`] for an invalid [default traffic class](PathConfig::traffic_class), or
-    ///   if the device refuses.
+    /// - [`SetupError::Limit`] if the MTU exceeds the MTU of the port or of the path.
     pub fn build(self) -> Result<DcTarget, SetupError> {
         let Self { pd, srq, access, mtu, rnr_timer, key, source, path } = self;
         let path = path.resolved()?;
@@ -219,8 +211,8 @@ impl DcTargetBuilder {
             None => DcKey(device.random()?),
         };
         let dct = Dct::new(&pd, srq.completion_queue().cq(), srq.verbs(), key)?;
-        // Registered before the target can consume receives. This fails if the completion queue has
-        // failed, because it may have returned their buffers.
+        // Before the target can consume receives. This fails if the completion queue has failed,
+        // because it may have returned their buffers.
         let core =
             TargetCore::new(dct, SharedReceives::new(srq.work_queue().clone(), srq.clone()))?;
         let init = QpAttr {

@@ -53,7 +53,6 @@ use table::{State, Table};
 ///
 /// ```
 /// use std::collections::HashMap;
-/// use std::net::SocketAddr;
 /// use tokio_rdma::peers::{PeerSet, PeerSetConfig};
 /// use tokio_rdma::{ConnectionConfig, Listener};
 /// # use tokio_rdma::Device;
@@ -63,20 +62,15 @@ use table::{State, Table};
 /// # let device = Device::software()?;
 /// let listener = Listener::bind(&device, "127.0.0.1:0").await?;
 /// let directory = HashMap::from([("storage-1", listener.local_addr()?)]);
-/// let peers = PeerSet::new(
-///     &device,
-///     &ConnectionConfig::default(),
-///     PeerSetConfig::default().max_peers(100),
-///     move |name: &&str| {
-///         let found = directory.get(name).copied();
-///         async move { found.ok_or_else(|| std::io::Error::other("unknown peer")) }
-///     },
-/// )?;
+/// let settings = PeerSetConfig::default().max_peers(100);
+/// let peers = PeerSet::new(&device, &ConnectionConfig::default(), settings, move |name: &&str| {
+///     let found = directory.get(name).copied();
+///     async move { found.ok_or_else(|| std::io::Error::other("unknown peer")) }
+/// })?;
 ///
 /// let (peer, accepted) = tokio::join!(peers.get(&"storage-1"), listener.accept());
 /// peer?.send("request").await?;
 /// assert_eq!(accepted?.recv().await?.as_deref(), Some(&b"request"[..]));
-/// assert!(peers.get(&"storage-2").await.is_err());
 /// # Ok(())
 /// # }
 /// ```
@@ -84,8 +78,11 @@ use table::{State, Table};
 /// Take one guard for each request, the unit of [`max_in_flight`](PeerSetConfig::max_in_flight). A
 /// task that holds guards while it waits for another one may wait for itself.
 ///
-/// Dropping the set [aborts](PeerLink::abort) all links. Without a current Tokio runtime with a
-/// timer, creating one fails with [`NoRuntime`].
+/// Dropping the set [aborts](PeerLink::abort) all links.
+///
+/// # Errors
+///
+/// Without a current Tokio runtime with a timer, creating a set fails with [`NoRuntime`].
 pub struct PeerSet<K: Hash + Eq + Clone, L: PeerLink = Connection> {
     inner: Arc<Inner<K, L>>,
     closer: AbortHandle,
@@ -93,9 +90,8 @@ pub struct PeerSet<K: Hash + Eq + Clone, L: PeerLink = Connection> {
 
 /// A guard of a peer's link; see [`PeerSet::get`].
 ///
-/// Guards of the same peer share the link. A message of a [`Connection`] goes to any guard that
-/// receives, so answers need a dispatcher per connection, or
-/// [`max_in_flight_per_peer`](PeerSetConfig::max_in_flight_per_peer) of 1.
+/// A message of a [`Connection`] goes to any guard that receives, so answers need a dispatcher per
+/// connection, or [`max_in_flight_per_peer`](PeerSetConfig::max_in_flight_per_peer) of 1.
 pub struct Peer<K: Hash + Eq + Clone, L: PeerLink = Connection> {
     link: Arc<L>,
     generation: u64,
@@ -135,10 +131,6 @@ impl<K: Hash + Eq + Clone + Send + Sync + 'static> PeerSet<K> {
     /// After an event that leaves a port of the device active, each connection asks its peer for a
     /// frame, unless [`keepalive`](ConnectionConfig::keepalive) is off. So it ends soon if it has
     /// lost its peer or address during an outage.
-    ///
-    /// # Errors
-    ///
-    /// [`NoRuntime`].
     pub fn new<R, F, A>(
         device: &Device,
         config: &ConnectionConfig,
@@ -167,10 +159,6 @@ impl<K: Hash + Eq + Clone + Send + Sync + 'static> PeerSet<K> {
     }
 
     /// Creates an empty set whose connections `connector` makes.
-    ///
-    /// # Errors
-    ///
-    /// [`NoRuntime`].
     pub fn with_connector<C, F>(settings: PeerSetConfig, connector: C) -> Result<Self, NoRuntime>
     where
         C: Fn(&K) -> F + Send + Sync + 'static,
@@ -183,14 +171,11 @@ impl<K: Hash + Eq + Clone + Send + Sync + 'static> PeerSet<K> {
 impl<K: Hash + Eq + Clone + Send + Sync + 'static> PeerSet<K, DcPoolPeer> {
     /// Creates an empty set of peers of `pool`, whose targets have the addresses that `resolve`
     /// returns for each attempt. A peer that [has failed](DcPoolPeer::has_failed) is resolved
-    /// again, because its target may have moved. `docs/reconnect.md` has an example.
+    /// again, because its target may have moved. Errors of `resolve` and of [`DcPool::peer`] are
+    /// errors of [`get`](Self::get). `docs/reconnect.md` has an example.
     ///
     /// A peer costs an address handle and some hundred bytes. Operations to a peer keep their order
     /// within a [generation](Peer::generation).
-    ///
-    /// # Errors
-    ///
-    /// [`NoRuntime`]. Errors of `resolve` and of [`DcPool::peer`] are errors of [`get`](Self::get).
     pub fn over_dc<R, F>(
         pool: &DcPool,
         settings: PeerSetConfig,
@@ -213,10 +198,6 @@ impl<K: Hash + Eq + Clone + Send + Sync + 'static> PeerSet<K, DcPoolPeer> {
 
 impl<K: Hash + Eq + Clone + Send + Sync + 'static, L: PeerLink> PeerSet<K, L> {
     /// Creates an empty set of [links](PeerLink) that `connector` makes.
-    ///
-    /// # Errors
-    ///
-    /// [`NoRuntime`].
     pub fn with_links<C, F>(settings: PeerSetConfig, connector: C) -> Result<Self, NoRuntime>
     where
         C: Fn(&K) -> F + Send + Sync + 'static,
@@ -274,8 +255,8 @@ impl<K: Hash + Eq + Clone + Send + Sync + 'static, L: PeerLink> PeerSet<K, L> {
         Ok(Peer { link, generation, _permits: permits, _entered: entered })
     }
 
-    /// Detaches the link of a peer, if there is one, so that the next [`get`](Self::get) makes
-    /// another. An idle link is closed; guards keep a busy one. Returns true if there was a link.
+    /// Detaches the link of a peer, so that the next [`get`](Self::get) makes another. An idle link
+    /// is closed; guards keep a busy one. Returns true if there was a link.
     pub fn disconnect(&self, key: &K) -> bool {
         let detached = self.inner.change(|table| table.disconnect(key));
         self.inner.place.notify_one();
@@ -451,7 +432,7 @@ struct Entered<K: Hash + Eq + Clone, L: PeerLink> {
 
 impl<K: Hash + Eq + Clone, L: PeerLink> Drop for Entered<K, L> {
     fn drop(&mut self) {
-        // The destructor of the link runs without the lock.
+        // Drops the link without the lock.
         drop(self.inner.change(|table| table.leave(&self.key)));
         self.inner.place.notify_one();
     }

@@ -1,5 +1,3 @@
-//! Replaces a connection whenever it ends: one task makes each next one.
-//!
 //! Delays and the deadline follow Tokio's clock, which tests can pause. The timeout of an attempt
 //! follows `clock`, because devices and peers do not pause.
 
@@ -41,9 +39,9 @@ use crate::verbs::Device;
 /// A connection to an address that is replaced whenever it ends, until this handle is closed or
 /// dropped.
 ///
-/// Each connection has a *generation*, a number from 1. Nothing is carried over to the next
-/// generation. Requests in flight end with an error whose [`outcome`](MessageError::outcome) tells
-/// whether the peer may have executed them. Grants of the peer are no longer valid, unless the
+/// Each connection has a *generation*, a number from 1. Nothing is carried over to the next one:
+/// requests in flight end with an error, whose [`outcome`](MessageError::outcome) tells whether the
+/// peer may have executed them, and grants of the peer are no longer valid, unless the
 /// configuration sets a [`protection_domain`](ConnectionConfig::protection_domain).
 ///
 /// ```
@@ -63,11 +61,8 @@ use crate::verbs::Device;
 ///     let (accepted, connected) = tokio::join!(listener.accept(), client.connected());
 ///     let (generation, connection) = connected?;
 ///     assert_eq!(generation, expected);
-///     connection.send("request").await?;
-///     let server = accepted?;
-///     assert_eq!(server.recv().await?.as_deref(), Some(&b"request"[..]));
 ///     // The server drops its end, and the client connects again.
-///     drop(server);
+///     drop(accepted?);
 ///     connection.closed().await;
 /// }
 /// # Ok(())
@@ -77,8 +72,7 @@ use crate::verbs::Device;
 /// # Attempts
 ///
 /// The first attempt starts at once. Another one follows a failed attempt or the end of a
-/// connection, after a delay of the [policy](ReconnectPolicy). Without a current Tokio runtime with
-/// a timer, creating the handle fails with [`NoRuntime`].
+/// connection, after a delay of the [policy](ReconnectPolicy).
 ///
 /// | Failure of an attempt | Another attempt |
 /// |---|---|
@@ -96,22 +90,20 @@ use crate::verbs::Device;
 /// [`CloseReason::Violation`], [`CloseReason::Rejected`], [`CloseReason::Refused`] for another
 /// content, and [`CloseReason::Runtime`].
 ///
-/// A listener of another version, or one that is dropped, rejects requests without a reason.
-/// Attempts then continue until the [deadline](ReconnectPolicy::deadline).
+/// A listener of another version, or one that is dropped, rejects requests without a reason, so
+/// attempts continue until the [deadline](ReconnectPolicy::deadline).
 ///
 /// # Events of the device
 ///
-/// With [`new`](Self::new) and [`with_device`](Self::with_device), attempts follow the state of the
-/// device (details in `docs/reconnect.md`):
+/// With [`new`](Self::new) and [`with_device`](Self::with_device), no attempt is made while no port
+/// is active, and the next one follows within [`first_delay`](ReconnectPolicy::first_delay) of an
+/// event that may have changed a port. After the removal of the device, attempts end
+/// ([`ReconnectCause::DeviceRemoved`]), or `open` of [`with_device`](Self::with_device) is called
+/// until it returns a device. `docs/reconnect.md` has the details.
 ///
-/// - No attempt is made while no port is active.
-/// - After an event that may have changed a port, the next attempt follows within
-///   [`first_delay`](ReconnectPolicy::first_delay).
-/// - After the removal of the device, attempts end ([`ReconnectCause::DeviceRemoved`]), or `open`
-///   of [`with_device`](Self::with_device) is called until it returns a device.
+/// # Errors
 ///
-/// A port that goes down does not end the connection. When a port is active again, the connection
-/// asks its peer for a frame, unless [`keepalive`](ConnectionConfig::keepalive) is off.
+/// Without a current Tokio runtime with a timer, creating the handle fails with [`NoRuntime`].
 pub struct Reconnect {
     shared: Arc<Publisher>,
     task: AbortHandle,
@@ -170,10 +162,6 @@ impl fmt::Display for ReconnectState {
 impl Reconnect {
     /// Connects to a [`Listener`](crate::Listener) at `address`, which is resolved for each
     /// attempt.
-    ///
-    /// # Errors
-    ///
-    /// [`NoRuntime`].
     pub fn new<A>(
         device: &Device,
         address: A,
@@ -189,18 +177,13 @@ impl Reconnect {
     }
 
     /// Connects like [`new`](Self::new), on the device that `open` returns, for example `move ||
-    /// Device::open(&name)`. `open` is called for the first attempt and after a removal, until it
-    /// succeeds, and may return another device. It runs in a task of the runtime, which it should
-    /// block no longer than `Device::open` does, some milliseconds.
+    /// Device::open(&name)`. `open` is called for the first attempt and after a removal, again
+    /// after each failure until the [deadline](ReconnectPolicy::deadline), and may return another
+    /// device. It should block the runtime no longer than `Device::open` does, some milliseconds.
     ///
     /// Some devices cannot be opened again until everything created from the removed one is
-    /// dropped, in particular connections of earlier generations. The configuration must name no
-    /// object of a device, such as a [`protection_domain`](ConnectionConfig::protection_domain).
-    ///
-    /// # Errors
-    ///
-    /// [`NoRuntime`]. If `open` fails, it is called again, until the
-    /// [deadline](ReconnectPolicy::deadline).
+    /// dropped, in particular earlier connections. The configuration must name no object of a
+    /// device, such as a [`protection_domain`](ConnectionConfig::protection_domain).
     pub fn with_device<O, A>(
         open: O,
         address: A,
@@ -216,27 +199,21 @@ impl Reconnect {
     }
 
     /// Connects by `connector`, which is called for each attempt and may choose a device and an
-    /// address. Events of devices do not influence its attempts.
+    /// address. Events of devices have no influence.
     ///
     /// ```
     /// # use tokio_rdma::peers::{Reconnect, ReconnectPolicy};
     /// # use tokio_rdma::{Connection, Device};
     /// # use std::net::SocketAddr;
     /// # use std::sync::{Arc, Mutex};
-    /// # async fn example(device: Device, leader: Arc<Mutex<SocketAddr>>)
-    /// # -> Result<(), Box<dyn std::error::Error>> {
+    /// # fn example(device: Device, leader: Arc<Mutex<SocketAddr>>) {
     /// let client = Reconnect::with_connector(ReconnectPolicy::default(), move || {
     ///     let device = device.clone();
     ///     let address = *leader.lock().unwrap();
     ///     async move { Connection::connect(&device, address).await }
-    /// })?;
-    /// # Ok(())
+    /// });
     /// # }
     /// ```
-    ///
-    /// # Errors
-    ///
-    /// [`NoRuntime`].
     pub fn with_connector<C, F>(
         policy: ReconnectPolicy,
         mut connector: C,
@@ -265,10 +242,8 @@ impl Reconnect {
         Ok(Self { shared, task })
     }
 
-    /// Waits until there is a connection, and returns its generation and a handle of it.
-    ///
-    /// The connection may end at any time. A handle keeps the buffers of an ended connection, so do
-    /// not hold it longer than needed.
+    /// Waits until there is a connection, and returns its generation and a handle of it. Do not
+    /// hold the handle longer than needed: it keeps the buffers of an ended connection.
     ///
     /// # Errors
     ///
@@ -313,7 +288,8 @@ impl Reconnect {
         ReconnectStates { inner: states(self.shared.published.subscribe()).boxed() }
     }
 
-    /// Ends the wait before the next attempt. Call it if you know that the peer can be reached.
+    /// Ends the wait before the next attempt, for example because the peer is known to be
+    /// reachable.
     pub fn retry_now(&self) {
         self.shared.retry.notify_waiters();
     }
@@ -395,7 +371,6 @@ fn states(published: watch::Receiver<Published>) -> impl Stream<Item = Reconnect
 
 struct Publisher {
     published: watch::Sender<Published>,
-    /// Notified by [`Reconnect::retry_now`].
     retry: Notify,
 }
 
@@ -405,8 +380,8 @@ struct Published {
 }
 
 impl Publisher {
-    /// Publishes a state, unless a final one was published. Returns the replaced connection, or
-    /// the refused one, because its destructor must run without Tokio's lock.
+    /// Publishes a state, unless a final one was published. Returns the replaced connection, or the
+    /// refused one, because its destructor must run without Tokio's lock.
     fn publish(
         &self,
         state: ReconnectState,
@@ -452,8 +427,8 @@ impl Drop for Supervisor {
 
 impl Supervisor {
     async fn run(mut self) {
-        // The connector and the policy call functions of the program. Their panic must reach the
-        // callers that wait for a connection, not only the task that makes it.
+        // The connector and the policy call functions of the program, whose panic must reach the
+        // callers that wait for a connection.
         let error = match AssertUnwindSafe(self.connect_until_failure()).catch_unwind().await {
             Ok(error) => error,
             Err(panic) => panicked(panic),
@@ -464,8 +439,8 @@ impl Supervisor {
     }
 
     async fn connect_until_failure(&mut self) -> ReconnectError {
-        // `step` is the number of times that the delay has doubled. A connection that lasts, and a
-        // change of the device, reset it.
+        // `step`: how often the delay has doubled, since a connection that lasted or a change of
+        // the device.
         let (mut since, mut attempts, mut step) = (Instant::now(), 0, 0);
         let mut last = None;
         loop {
@@ -550,8 +525,7 @@ impl Supervisor {
         if let Either::Right(_) = select(changed, &mut ended).await {
             return false;
         }
-        // All handles of a device get its events at the same time, so a random delay spreads their
-        // attempts.
+        // All handles of a device get its events at once, so a random delay spreads their attempts.
         let jitter = self.policy.delay(0, random());
         if jitter < delay.saturating_sub(start.elapsed()) {
             self.shared.publish(ReconnectState::Waiting { delay: jitter, cause }, None);

@@ -40,7 +40,7 @@ pub(super) struct Core {
     pub(super) waited: AtomicU64,
     pub(super) repairs: AtomicU64,
     pub(super) failed_repairs: AtomicU64,
-    /// Advances the pool when work fails, or when an awaited initiator is idle.
+    /// Called when work fails, or when an awaited initiator is idle.
     advance_waker: Waker,
 }
 
@@ -82,7 +82,6 @@ impl State {
         self.closed
     }
 
-    /// Returns the peers that have an initiator or wait for one.
     fn peers(&self) -> impl Iterator<Item = Arc<Peer>> {
         let owners = self.assignments.iter().map(|assignment| &assignment.owner);
         owners.chain(&self.wait_queue).filter_map(Weak::upgrade)
@@ -190,8 +189,7 @@ impl Core {
         self.quota().is_some()
     }
 
-    /// Returns true if a peer must yield its initiator before another operation or lease
-    /// (`for_lease`).
+    /// A peer yields its initiator before another operation or lease (`for_lease`).
     #[inline]
     pub(super) fn must_yield(&self, own: &PeerState, for_lease: bool) -> bool {
         // Operations under a lease do not yield, because the initiator would stay leased. Further
@@ -222,8 +220,8 @@ impl Core {
         self.advance(self.state.lock());
     }
 
-    /// Compacts the wait queue when half of its peers have no waiting operation any more. Otherwise
-    /// any number of them could collect behind a peer that waits for long.
+    /// Compacts the wait queue when half of its peers have no waiting operation. Otherwise any
+    /// number of them could collect behind a peer that waits for long.
     #[cold]
     pub(super) fn peer_abandoned(&self) {
         let mut state = self.state.lock();
@@ -241,7 +239,6 @@ impl Core {
         self.advance(state);
     }
 
-    /// Returns true if `peer` may post at once.
     pub(super) fn assign_now(&self, state: &mut State, peer: &Arc<Peer>, for_lease: bool) -> bool {
         let mut own = peer.state.lock();
         if state.closed || own.has_waiting() {
@@ -286,7 +283,7 @@ impl Core {
         self.waited.fetch_add(1, Ordering::Relaxed);
     }
 
-    /// Takes the initiator of a peer, if it has one, and queues the peer if it has waiting work.
+    /// Also queues the peer if it has waiting work.
     fn requeue(
         &self,
         wait_queue: &mut VecDeque<Weak<Peer>>,
@@ -370,8 +367,8 @@ impl Core {
         true
     }
 
-    /// Returns the least recently used of the idle initiators, or if they are shared, the one with
-    /// the least work.
+    /// Returns the least recently used of the idle initiators, or of shared ones that with the
+    /// least work.
     fn pick(&self, state: &mut State) -> Option<usize> {
         let sound = |&at: &usize| {
             state.assignments[at].health == Health::Sound && self.members[at].is_sound()
@@ -460,7 +457,7 @@ impl Core {
         broken
     }
 
-    /// Must not be called with a lock of the pool, so that peers with other initiators continue.
+    /// Called without a lock of the pool, so that peers with other initiators continue.
     fn repair(&self, at: usize) -> Health {
         let member = &self.members[at];
         let _gate = member.gate.lock();

@@ -45,34 +45,20 @@ impl Default for DcPolicy {
 /// A pool of a few [`DcInitiator`]s for any number of peers. Clones refer to the same pool.
 ///
 /// ```
-/// # use tokio_rdma::dc::DcTarget;
-/// # use tokio_rdma::{Access, CompletionMode, CompletionQueue, Device};
-/// # use tokio_rdma::{ExposedRegion, Pool, SharedReceiveQueue};
-/// # #[tokio::main(flavor = "current_thread")]
-/// # async fn main() -> Result<(), Box<dyn std::error::Error>> {
-/// # let device = Device::software()?;
-/// # let pd = device.protection_domain()?;
-/// # let queue = CompletionQueue::new(&device, CompletionMode::Event)?;
-/// # let receives = SharedReceiveQueue::new(&pd, &queue, 16, 1)?;
-/// # let targets = [DcTarget::new(&pd, &receives)?, DcTarget::new(&pd, &receives)?];
-/// # let addresses = targets.each_ref().map(DcTarget::address);
-/// # let memory = Pool::new(&pd, 64, 4)?;
-/// # let region = ExposedRegion::new(&pd, vec![0; 64], Access::REMOTE_WRITE)?;
-/// # let remote = region.grant();
-/// let pool = tokio_rdma::dc::DcPool::builder(&pd, &queue).initiators(4).build()?;
-/// let peers = addresses.iter().map(|address| pool.peer(address)).collect::<Result<Vec<_>, _>>()?;
-/// for peer in &peers {
-///     peer.write(memory.copy_from(b"hello")?, remote.slice(..5)?).await?;
-/// }
+/// use tokio_rdma::dc::{DcAddress, DcPool};
+/// # use tokio_rdma::*;
+///
+/// # async fn example(pd: &ProtectionDomain, queue: &CompletionQueue, address: &DcAddress,
+/// #     buffer: Buf, remote: RemoteRegion) -> Result<(), Box<dyn std::error::Error>> {
+/// let pool = DcPool::builder(pd, queue).initiators(4).build()?;
+/// let peer = pool.peer(address)?;
+/// peer.write(buffer, remote).await?;
+///
 /// // A lease reserves an initiator for a burst.
-/// let lease = peers[0].borrow().await?;
-/// let first = lease.write_inline(b"one", remote.slice(..3)?);
-/// let second = lease.write_inline(b"two", remote.slice(3..6)?);
+/// let lease = peer.borrow().await?;
+/// let (first, second) = (lease.write_inline(b"1", remote), lease.write_inline(b"2", remote));
 /// first.await?;
 /// second.await?;
-/// # let mut bytes = [0; 6];
-/// # region.read(0, &mut bytes)?;
-/// # assert_eq!(&bytes, b"onetwo");
 /// # Ok(())
 /// # }
 /// ```
@@ -111,7 +97,7 @@ impl DcPool {
     ///
     /// # Errors
     ///
-    /// Those of [`DcInitiator::peer`], and [`SetupError::Closed`] after [`close`](Self::close).
+    /// As for [`DcInitiator::peer`], and [`SetupError::Closed`] after [`close`](Self::close).
     pub fn peer(&self, address: &DcAddress) -> Result<DcPoolPeer, SetupError> {
         if self.core.state.lock().is_closed() {
             return Err(SetupError::Closed);
@@ -145,11 +131,10 @@ impl DcPool {
         }
     }
 
-    /// Closes the pool.
-    ///
-    /// Waiting and later operations fail with [`OpErrorKind::Closed`](crate::OpErrorKind::Closed).
-    /// Operations in flight are flushed or fail with the same error, so await important ones first.
-    /// Afterwards the device accesses none of their buffers.
+    /// Closes the pool. Waiting and later operations fail with
+    /// [`OpErrorKind::Closed`](crate::OpErrorKind::Closed). Operations in flight are flushed or
+    /// fail with the same error, so await important ones first. Afterwards the device accesses none
+    /// of their buffers.
     pub fn close(&self) {
         self.core.close();
     }
@@ -218,7 +203,7 @@ impl DcPoolBuilder {
     ///
     /// # Errors
     ///
-    /// Those of [`DcInitiatorBuilder::build`], and [`SetupError::TooSmall`] for 0 initiators or a
+    /// As for [`DcInitiatorBuilder::build`], and [`SetupError::TooSmall`] for 0 initiators or a
     /// [quota](DcPolicy::Exclusive) of 0.
     pub fn build(self) -> Result<DcPool, SetupError> {
         let Self { initiator, initiators, policy } = self;

@@ -16,8 +16,8 @@ use crate::engine::WorkQueue;
 use crate::error::{CompletionError, OpError, OpErrorKind, TryError};
 use crate::op::{Destination, Poster};
 
-/// A peer leaves a shared initiator only for one with this many fewer work requests, because a
-/// switch costs a connection.
+/// A switch costs a connection, so a peer leaves a shared initiator only for one with this many
+/// fewer work requests.
 const REBALANCE_MARGIN: usize = 8;
 
 pub(super) struct Peer {
@@ -28,11 +28,10 @@ pub(super) struct Peer {
 
 #[derive(Default)]
 pub(super) struct PeerState {
-    /// The index of the initiator.
     pub(super) assignment: Option<usize>,
     pub(super) used: u32,
     pub(super) leases: u32,
-    /// Counts changes of the assignment. A lease is valid within its epoch.
+    /// Counts assignments. A lease is valid within its epoch.
     epoch: u64,
     /// The position behind the peer's last work on a shared initiator.
     mark: u32,
@@ -71,7 +70,6 @@ impl PeerState {
         self.waiting.remove(self.waiting.iter().position(is_entry)?)
     }
 
-    /// Returns true if the caller must put the peer into the wait queue.
     pub(super) fn joins_wait_queue(&mut self) -> bool {
         self.has_waiting() && !std::mem::replace(&mut self.queued, true)
     }
@@ -215,9 +213,8 @@ impl Peer {
 /// future is not polled.
 ///
 /// Operations are posted in the order of the calls, over all clones. After a failure, operations
-/// that were called before the pool noticed it are flushed, or executed on a repaired initiator in
-/// undefined order. Use [`borrow`](Self::borrow) for a sequence that must end with its first
-/// failure.
+/// called before the pool noticed it are flushed, or executed on a repaired initiator in undefined
+/// order. Use [`borrow`](Self::borrow) for a sequence that must end with its first failure.
 #[derive(Clone)]
 pub struct DcPoolPeer {
     peer: Arc<Peer>,
@@ -335,10 +332,9 @@ impl fmt::Debug for DcPoolPeer {
 }
 
 /// An initiator of a [`DcPool`](super::DcPool), leased to one peer. Its operations work like those
-/// of [`DcInitiator::to`](super::DcInitiator::to).
-///
-/// Once any operation on the initiator has failed, all later operations of the lease fail as
-/// flushed ([`WR_FLUSH_ERR`](crate::types::WcStatus::WR_FLUSH_ERR)).
+/// of [`DcInitiator::to`](super::DcInitiator::to), but once any operation on the initiator has
+/// failed, all later ones of the lease are flushed
+/// ([`WR_FLUSH_ERR`](crate::types::WcStatus::WR_FLUSH_ERR)).
 pub struct DcLease {
     peer: Arc<Peer>,
     at: usize,
@@ -417,7 +413,7 @@ impl fmt::Debug for DcLease {
 ///
 /// # Cancel safety
 ///
-/// See [`DcPoolPeer::borrow`].
+/// As for `borrow`.
 #[derive(Debug)]
 pub struct PendingDcLease {
     lease: Ready<Result<DcLease, OpError<()>>>,

@@ -13,13 +13,13 @@ use crate::clock;
 use crate::error::OpErrorKind;
 use crate::op::{Revocable, Within, Work as PostedWork};
 
-/// An operation `F`, such as a [`Write`](crate::op::Write), of a [`DcPoolPeer`](super::DcPoolPeer).
-/// It may wait for an initiator.
+/// An operation `F`, such as a [`Write`](crate::op::Write), of a [`DcPoolPeer`](super::DcPoolPeer),
+/// which may wait for an initiator.
 ///
 /// # Cancel safety
 ///
-/// Dropping it before it is posted sends nothing. Dropping it later does not cancel the operation,
-/// as with [`Operation`](crate::op::Operation).
+/// Dropping it before it is posted sends nothing. Later, it is like dropping an
+/// [`Operation`](crate::op::Operation).
 ///
 /// # Panics
 ///
@@ -70,9 +70,8 @@ impl<F: Revocable + Send> PooledOperation<F> {
     ///
     /// - A queued operation leaves the queue without effect on other work, unless it is part of a
     ///   batch that has an initiator.
-    /// - An operation in flight makes its initiator fail. In an
-    ///   [exclusive](super::DcPolicy::Exclusive) pool, this flushes other work of this peer only;
-    ///   in a [shared](super::DcPolicy::Shared) pool, the work of all peers of the initiator. The
+    /// - An operation in flight makes its initiator fail, which flushes other work of this peer,
+    ///   and in a [shared](super::DcPolicy::Shared) pool that of all peers of the initiator. The
     ///   pool then repairs the initiator, or destroys it if the device does not flush its work
     ///   within a second.
     ///
@@ -204,7 +203,7 @@ impl<F> Stage<F> {
 }
 
 pub(super) trait Waiting: Send + Sync {
-    /// Posts the operation or fails it, under locks. Returns false without effect if that was done
+    /// Called under locks. Returns false without effect if the operation was posted or failed
     /// before, or if the future was dropped.
     fn resolve(&self, grant: Result<Grant<'_>, OpErrorKind>) -> bool;
 

@@ -10,28 +10,21 @@ use crate::dc::DcPoolPeer;
 /// use tokio_rdma::Connection;
 /// use tokio_rdma::peers::PeerLink;
 ///
-/// struct Session {
-///     connection: Connection,
-///     token: Vec<u8>,
-/// }
+/// struct Session(Connection, Vec<u8>);
 ///
 /// impl PeerLink for Session {
 ///     fn has_ended(&self) -> bool {
-///         self.connection.has_ended()
+///         self.0.has_ended()
 ///     }
 ///
 ///     async fn close(&self) {
-///         PeerLink::close(&self.connection).await;
-///     }
-///
-///     fn abort(&self) {
-///         self.connection.abort();
+///         PeerLink::close(&self.0).await;
 ///     }
 /// }
 /// ```
 pub trait PeerLink: Send + Sync + 'static {
-    /// Returns true if the next [`get`](super::PeerSet::get) must make another link. The set calls
-    /// this with a lock held, so it must neither block nor use the set.
+    /// Returns true if the next [`get`](super::PeerSet::get) must make another link. Called with a
+    /// lock held, so it must neither block nor use the set.
     fn has_ended(&self) -> bool;
 
     /// Closes an idle link that the set has removed, or a link that has ended and may have guards.
@@ -55,7 +48,7 @@ impl PeerLink for Connection {
     }
 
     async fn close(&self) {
-        // The reason of an unclean end is logged by the connection.
+        // The connection logs the reason of an unclean end.
         drop(Self::close(self).await);
     }
 

@@ -32,20 +32,20 @@ impl Default for PeerSetConfig {
 }
 
 impl PeerSetConfig {
-    /// Sets the maximum of peers that have a link or are being connected; at least 1, by default
+    /// Sets the maximum of peers that have a link or are being connected; at least 1, default
     /// 1,024. As many more links may be closing.
     pub fn max_peers(mut self, peers: usize) -> Self {
         self.max_peers = peers.max(1);
         self
     }
 
-    /// Sets the maximum of guards; default without limit, at least 1.
+    /// Sets the maximum of guards, at least 1; default without limit.
     pub fn max_in_flight(mut self, guards: usize) -> Self {
         self.max_in_flight = guards.clamp(1, Semaphore::MAX_PERMITS);
         self
     }
 
-    /// Sets the maximum of guards of one peer; default without limit, at least 1.
+    /// Sets the maximum of guards of one peer, at least 1; default without limit.
     pub fn max_in_flight_per_peer(mut self, guards: usize) -> Self {
         self.max_in_flight_per_peer = guards.clamp(1, Semaphore::MAX_PERMITS);
         self

@@ -58,7 +58,6 @@ impl<K: Hash + Eq + Clone, L: PeerLink> Table<K, L> {
         }
     }
 
-    /// Returns the permits of a peer that has a slot.
     pub(super) fn enter(&mut self, key: &K) -> Option<Arc<Semaphore>> {
         let slot = self.slots.get_mut(key)?;
         slot.users += 1;
@@ -108,7 +107,7 @@ impl<K: Hash + Eq + Clone, L: PeerLink> Table<K, L> {
         link
     }
 
-    /// Returns the state, after it has removed a link that has ended.
+    /// Removes a link that has ended first.
     pub(super) fn state(&mut self, key: &K) -> Option<&State<L>> {
         let slot = self.slots.get_mut(key)?;
         if matches!(slot.state, State::Linked(..)) && !slot.state.is_live() {
@@ -168,7 +167,7 @@ impl<K: Hash + Eq + Clone, L: PeerLink> Table<K, L> {
         link
     }
 
-    /// Removes expired peers. Returns the links to close, and when the next peer expires.
+    /// Returns the links to close, and when the next peer expires.
     pub(super) fn expire(&mut self, now: Instant) -> (Vec<Arc<L>>, Option<Instant>) {
         let mut next = None;
         while let (Some(timeout), Some(oldest)) =
@@ -188,8 +187,8 @@ impl<K: Hash + Eq + Clone, L: PeerLink> Table<K, L> {
         (std::mem::take(&mut self.ended), next)
     }
 
-    /// Returns true if the closer must be notified. It need not be for a peer that becomes idle
-    /// while its timer runs, because that peer expires later.
+    /// A peer that becomes idle while the closer's timer runs need not notify it, because it
+    /// expires later.
     pub(super) fn needs_closer(&self) -> bool {
         let expires = self.settings.idle_timeout.is_some() && !self.idle.is_empty();
         !self.ended.is_empty() || expires && self.closer_wakes.is_none()

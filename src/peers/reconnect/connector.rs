@@ -110,14 +110,14 @@ impl Connector {
         }
     }
 
-    /// Must be called before the connection is published, so that no later change is missed.
+    /// Must precede the publication of the connection, so that no later change is missed.
     pub(super) fn watch(&mut self, connection: &Connection) {
         if let Dialer::Function(_) = self.dialer {
             self.changes = PortChanges::new(connection.protection_domain().device());
         }
     }
 
-    /// Waits for the end of a connection. Probes it after each change that leaves a port active.
+    /// Probes the connection after each change that leaves a port active.
     pub(super) async fn ended(&mut self, connection: &Connection) -> CloseReason {
         let probing = async {
             let Some(changes) = &mut self.changes else { return pending().await };
@@ -128,7 +128,7 @@ impl Connector {
         };
         let (reason, _) = select(pin!(connection.closed()), pin!(probing)).await.factor_first();
         if let Dialer::Function(_) = self.dialer {
-            // Released, because the program may wait until nothing uses the device.
+            // The program may wait until nothing uses the device.
             self.changes = None;
         }
         reason
@@ -143,7 +143,7 @@ impl DeviceDialer {
     }
 }
 
-/// Returns true if a removed device can be the cause of `error`, which may have other causes.
+/// The error may have other causes.
 fn is_gone(error: &EstablishError) -> bool {
     let by_setup = |error: &SetupError| match error {
         SetupError::Verb(error) => error.is_device_gone(),

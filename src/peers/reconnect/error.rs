@@ -7,7 +7,7 @@ use crate::connection::{CloseReason, EstablishError};
 use crate::error::{OpenError, SetupError, VerbError};
 use crate::types::RejectReason;
 
-/// The reason why a [`Reconnect`](super::Reconnect) makes another attempt, or why it makes none.
+/// The reason why a [`Reconnect`](super::Reconnect) makes another attempt or none.
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum ReconnectCause {
@@ -19,7 +19,7 @@ pub enum ReconnectCause {
         /// Time allowed.
         after: Duration,
     },
-    /// No attempt was made, because no port of the device is active.
+    /// No port of the device is active.
     PortDown {
         /// Name of the device.
         device: String,
@@ -29,7 +29,7 @@ pub enum ReconnectCause {
         /// Name of the device.
         device: String,
     },
-    /// No attempt was made, because the device could not be opened.
+    /// The device could not be opened.
     Open(OpenError),
     /// A connection has ended.
     Lost {
@@ -57,7 +57,7 @@ pub enum ReconnectError {
     Permanent {
         /// The failure.
         cause: ReconnectCause,
-        /// Attempts since the start, or since the end of the last connection.
+        /// As for [`TimedOut`](Self::TimedOut).
         attempts: u32,
     },
     /// The handle was [closed](super::Reconnect::close).
@@ -134,7 +134,7 @@ impl From<ReconnectError> for io::Error {
 }
 
 impl EstablishError {
-    /// Returns true if a later attempt with the same settings may succeed; see the table of
+    /// Returns true if a later attempt with the same settings may succeed, by the table of
     /// [`Reconnect`](super::Reconnect).
     #[must_use]
     pub fn is_temporary(&self) -> bool {
@@ -188,8 +188,7 @@ fn is_temporary_setup(error: &SetupError) -> bool {
         SetupError::Verb(error) => is_temporary_verb(error),
         // The port is down, or other connections use the entries.
         SetupError::NoGid { .. } | SetupError::CompletionQueueFull { .. } => true,
-        // A shared completion queue has failed during the attempt. The next attempt uses another
-        // one.
+        // A shared completion queue has failed. The next attempt uses another one.
         SetupError::Closed => true,
         _ => false,
     }

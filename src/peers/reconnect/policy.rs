@@ -60,9 +60,9 @@ impl ReconnectPolicy {
         self
     }
 
-    /// Sets which errors lead to another attempt; default [`EstablishError::is_temporary`]. It is
-    /// not asked about timeouts of attempts, removals of a device that can be reopened, and errors
-    /// of opening it, which always do.
+    /// Sets which errors lead to another attempt; default [`EstablishError::is_temporary`].
+    /// Timeouts of attempts, removals of a device that can be reopened, and errors of opening it
+    /// always do.
     ///
     /// ```
     /// use tokio_rdma::EstablishError;
@@ -78,7 +78,6 @@ impl ReconnectPolicy {
         self
     }
 
-    /// Returns the delay that follows `step` earlier ones.
     pub(super) fn delay(&self, step: u32, random: u64) -> Duration {
         let greatest = self.greatest_delay.max(LEAST_DELAY);
         let factor = 1_u32.checked_shl(step).unwrap_or(u32::MAX);
