@@ -39,7 +39,7 @@ thread_local! {
     static SIMULATED: RefCell<Option<Network>> = const { RefCell::new(None) };
 }
 
-/// Makes `network` the clock of this thread, or real time with `None`. Returns the earlier one.
+/// Returns to real time with `None`. Returns the earlier clock.
 pub(crate) fn simulate(network: Option<Network>) -> Option<Network> {
     SIMULATED.replace(network)
 }
@@ -113,7 +113,7 @@ pub(crate) enum Alarm {
     Simulated(rdma_soft::Alarm),
 }
 
-/// The number belongs to no other alarm.
+/// The number makes the key unique.
 type Key = (Instant, u64);
 
 impl Alarm {
@@ -122,7 +122,7 @@ impl Alarm {
         Self::set(&TASKS, deadline, waker)
     }
 
-    /// Sets an alarm that revokes an access, even if it is leaked. `revoke` must not block.
+    /// The revocation happens even if the alarm is leaked. `revoke` must not block.
     pub(crate) fn revoking(deadline: Instant, revoke: Waker) -> io::Result<Self> {
         Self::set(&REVOCATIONS, deadline, revoke)
     }
@@ -144,7 +144,7 @@ impl Alarm {
         }
     }
 
-    /// Lets it wake `waker` instead. Returns false if it has fired.
+    /// Returns false if it has fired.
     fn redirect(&self, waker: &Waker) -> bool {
         let new = waker.clone();
         let (is_set, other) = match self {

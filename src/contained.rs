@@ -8,22 +8,20 @@ use std::task::{Context, Poll, Wake, Waker};
 use rdma_provider::later::{self, contained};
 use rdma_provider::locks;
 
-/// Wakes the task that polls with `context`. A connection polls under its lock with its own waker,
-/// which runs no code of the program.
+/// A connection polls under its lock with its own waker, which runs no code of the program.
 pub(crate) fn wake_to_repoll(context: &Context<'_>) {
     later::reported_panic(|| context.waker().wake_by_ref());
 }
 
-/// Awaits `future` with a waker whose panics are contained.
-///
 /// Tokio wakes the waiters of a `Notify`, a `Semaphore`, a timer or a descriptor in batches. A
-/// panic unwinds out of the batch: later wakers are dropped, and their tasks are never woken.
+/// panic of a waker unwinds out of the batch: later wakers are dropped, and their tasks are never
+/// woken.
 pub(crate) async fn wakes_contained<F: Future>(future: F) -> F::Output {
     let (mut future, mut wakers) = (pin!(future), ContainedWaker::default());
     poll_fn(|context| wakers.poll(context, |context| future.as_mut().poll(context))).await
 }
 
-/// A contained waker of the task, kept between polls so that a waiting task allocates once.
+/// Kept between polls so that a waiting task allocates once.
 #[derive(Debug, Default)]
 pub(crate) struct ContainedWaker {
     current: Option<(Arc<Inner>, Waker)>,
@@ -31,7 +29,7 @@ pub(crate) struct ContainedWaker {
 
 #[derive(Debug)]
 struct Inner {
-    /// Taken only by `drop`, which contains the panic of the waker's destructor.
+    /// Taken by `drop`, which contains the panic of the waker's destructor.
     waker: Option<Waker>,
 }
 
@@ -85,8 +83,7 @@ pub(crate) mod tests {
 
     use super::*;
 
-    /// The time after which a test concludes that something hangs. It is so long that a busy
-    /// machine fails no test.
+    /// After this time a test concludes that something hangs: no busy machine takes as long.
     pub(crate) const HANG: Duration = Duration::from_secs(600);
 
     #[derive(Default)]
@@ -114,7 +111,6 @@ pub(crate) mod tests {
         }
     }
 
-    /// Returns a waker that calls `act` whenever it is cloned, and does nothing when it wakes.
     #[allow(unsafe_code, reason = "a waker without `Wake` is made of raw parts")]
     pub(crate) fn calls_when_cloned(act: impl Fn() + Send + Sync + 'static) -> Waker {
         use std::task::{RawWaker, RawWakerVTable};

@@ -10,7 +10,7 @@ use std::task::{Context, Poll, ready};
 
 use tokio::task::coop::poll_proceed;
 
-/// Calls `poll`, or yields without calling it if the budget of the task is used up.
+/// Yields without calling `poll` if the budget of the task is used up.
 #[inline]
 pub(crate) fn within_budget<T>(
     context: &mut Context<'_>,
@@ -24,14 +24,12 @@ pub(crate) fn within_budget<T>(
     result
 }
 
-/// Takes one unit of the budget, or yields.
 #[inline(never)]
 pub(crate) fn poll_budget(context: &mut Context<'_>) -> Poll<()> {
     within_budget(context, |_| Poll::Ready(()))
 }
 
-/// Calls `attempt` once the task has budget left. Only `Some` consumes from it, because with `None`
-/// the caller waits.
+/// Only `Some` consumes budget, because with `None` the caller waits.
 #[inline]
 pub(crate) async fn try_within_budget<T>(mut attempt: impl FnMut() -> Option<T>) -> Option<T> {
     poll_fn(|context| {

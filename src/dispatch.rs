@@ -1,8 +1,6 @@
 //! The closed set of providers: an enum with one variant each, and one branch per verb call (none
-//! for a single provider).
-//!
-//! Public types hold these enums, so they are not generic over the provider. Mixing objects of
-//! different providers fails with EINVAL, like an object of a foreign protection domain.
+//! for a single provider), so that public types are not generic over the provider. Mixing objects
+//! of different providers fails with EINVAL, like an object of a foreign protection domain.
 
 // Passes the obligations of the contract's `unsafe fn`s through unchanged.
 #![allow(unsafe_code)]
@@ -123,7 +121,6 @@ macro_rules! make {
     }};
 }
 
-/// Defines methods that call the same method on the object of either provider.
 macro_rules! forward {
     ($(
         $(#[$attribute:meta])* fn $method:ident($($name:ident: $type:ty),*) $(-> $result:ty)?;

@@ -6,8 +6,8 @@
 //!
 //! - Calling an operation (SEND, RECV, WRITE, READ, atomics) posts it. Awaiting the returned future
 //!   waits for its completion.
-//! - An operation owns its buffers until the device has finished. Dropping the future does not
-//!   cancel the operation, and cannot corrupt memory.
+//! - An operation owns its buffers until the device has finished, so dropping the future, which
+//!   does not cancel it, cannot corrupt memory.
 //! - Programs run unchanged on the embedded software device, which needs no hardware or privileges,
 //!   and, with feature `ibverbs`, on network adapters and SoftRoCE.
 //!
@@ -42,6 +42,7 @@
 //! |---|---|
 //! | Open a device | [`Device::open_default`], [`Device::open_default_or_software`] |
 //! | Exchange messages with peers found by IP address | [`Connection`], [`Listener`] |
+//! | Connect queue pairs by IP address | [`cm`] |
 //! | Replace a connection when it ends | [`Reconnect`](peers::Reconnect) |
 //! | Keep connections or DC peers by key | [`PeerSet`](peers::PeerSet) |
 //! | Replace TCP below hyper, axum, tonic or rustls | [`RdmaStream`], [`RdmaListener`] |
@@ -52,21 +53,6 @@
 //! | Find out what works on this machine | [`doctor`] |
 //! | Call verbs directly | [`verbs`], [`types`], [`raw`](raw/index.html) |
 //! | Simulate networks and faults in tests | [`software`] |
-//!
-//! # Layers
-//!
-//! ```text
-//! stream, peers  RdmaStream: bytes with the traits of Tokio; Reconnect, PeerSet
-//! connection     Connection: messages with flow control, and one-sided operations
-//! cm             listen, connect and disconnect by IP address
-//! op, dc         QueuePair, Batch, DcInitiator, DcPool: operations as futures
-//! completion     CompletionQueue: modes and counters
-//! memory         Buf, Pool, ExposedRegion: registered memory
-//! verbs          Device, ProtectionDomain, Qp, Cq, Srq: the objects of the verbs interface
-//! ───────────────────────────────────────────────────────────────────────────────────────
-//! rdma-soft      the software device
-//! rdma-ibverbs   libibverbs, librdmacm, libmlx5
-//! ```
 //!
 //! # Features
 //!
@@ -83,7 +69,6 @@
 )]
 #![cfg_attr(docsrs, feature(doc_cfg))]
 
-/// The Markdown pages, whose programs are compiled as documentation tests.
 #[cfg(doctest)]
 mod pages {
     #[doc = include_str!("../README.md")]
@@ -142,7 +127,6 @@ mod engine;
 mod forked;
 mod readable;
 mod sync;
-// Used only by modules that are not built with loom.
 #[cfg(not(loom))]
 mod waiters;
 

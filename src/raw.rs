@@ -19,9 +19,9 @@
 //!
 //! # Safety
 //!
-//! To obtain a handle is safe, and each call with it is unsafe. A handle is valid while its object
-//! lives; a queue pair's, until the queue pair is closed. Keep a clone of the object. A call must
-//! not:
+//! Obtaining a handle is safe; each call with it is unsafe. A handle is valid while its object
+//! lives, and a queue pair's until the queue pair is closed, so keep a clone of the object. A call
+//! must not:
 //!
 //! - destroy the handle, or any other object that the crate made from it;
 //! - consume what the crate waits for: completions, asynchronous events, events of the connection
@@ -32,8 +32,8 @@
 //!   attributes, such as the RNR timer in RTS, is allowed;
 //! - change the `context` of an id of the connection manager, which points to state of this crate;
 //! - post, poll, arm or resize queues of a device that is used directly
-//!   ([`DataPath::Direct`](crate::types::DataPath::Direct)): libmlx5 does not know what is in them.
-//!   Queries work, and so do queues that the caller creates.
+//!   ([`DataPath::Direct`](crate::types::DataPath::Direct)), except those that the caller creates:
+//!   libmlx5 does not know what is in them.
 
 #![forbid(unsafe_code)]
 

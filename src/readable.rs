@@ -11,12 +11,11 @@ use tokio::io::Interest;
 use tokio::io::unix::AsyncFd;
 use tokio::task::unconstrained;
 
-/// A descriptor that is registered with the runtime in which it was created.
 #[derive(Debug)]
 pub(crate) struct Readable<T: AsRawFd>(AsyncFd<T>);
 
 impl<T: AsRawFd> Readable<T> {
-    /// Registers the descriptor of `io`, which must own it.
+    /// `io` must own its descriptor.
     pub(crate) fn new(io: T) -> io::Result<Self> {
         // Deprecated because an `AsRawFd` can lie about its descriptor; those of this crate own it.
         #[allow(deprecated, reason = "its successor is newer than the oldest supported Tokio")]
@@ -33,8 +32,8 @@ impl<T: AsRawFd> Readable<T> {
         let mut context = Context::from_waker(waker);
         loop {
             let ready = poll_fn(|context| self.0.poll_read_ready(context));
-            // The waker may run within a task whose budget is used up. With that budget, the
-            // descriptor would seem not to be readable.
+            // The waker may run within a task whose budget is used up, for which the descriptor
+            // would seem not to be readable.
             match pin!(unconstrained(ready)).poll(&mut context) {
                 Poll::Ready(Ok(mut ready)) => {
                     read();
@@ -47,8 +46,7 @@ impl<T: AsRawFd> Readable<T> {
         }
     }
 
-    /// Returns true when the descriptor was readable since the last call, or false if the runtime
-    /// shuts down.
+    /// Returns true if the descriptor has become readable, or false if the runtime shuts down.
     pub(crate) fn poll_readable(&self, context: &mut Context<'_>) -> Poll<bool> {
         let readable = ready!(self.0.poll_read_ready(context));
         Poll::Ready(readable.map(|mut ready| ready.clear_ready()).is_ok())

@@ -11,14 +11,12 @@ use std::task::Waker;
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Ticket(u64);
 
-/// A task that checks a condition under the lock and may have to wait. Cloning and dropping its
-/// waker runs user code, which must not happen under the lock. So a poll that has to wait checks
-/// again with a [clone](Self::clone_if_needed), unless it [expected](Self::expect_wait) to wait.
+/// A task that checks a condition under the lock and may have to wait. Drop it without the lock.
 ///
-/// Drop it without the lock.
-///
-/// One poll registers it at most once. `will_wake` is best effort and only saves a clone if an
-/// earlier poll registered the same task.
+/// Cloning and dropping its waker runs user code, which must not happen under the lock. So a poll
+/// that has to wait checks again with a [clone](Self::clone_if_needed), unless it
+/// [expected](Self::expect_wait) to wait. One poll registers it at most once. `will_wake` is best
+/// effort and only saves a clone if an earlier poll registered the same task.
 #[derive(Debug)]
 pub(crate) struct Caller<'a> {
     waker: &'a Waker,
@@ -51,7 +49,7 @@ impl<'a> Caller<'a> {
         self.checks_again
     }
 
-    /// Clones the waker if needed. Returns true if the task must then check again.
+    /// Returns true if the task must check again.
     #[inline]
     pub(crate) fn clone_if_needed(&mut self) -> bool {
         if std::mem::take(&mut self.needs_clone) {

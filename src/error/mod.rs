@@ -1,8 +1,7 @@
 //! Errors of all layers.
 //!
-//! `{error}` prints the complete cause: what failed, on which object and with which numbers.
-//! [`source`](std::error::Error::source) returns `None`, so a report that prints the chain repeats
-//! nothing. Variants hold the cause as a value.
+//! `{error}` prints the complete cause: what failed, on which object and with which numbers. So
+//! [`source`](std::error::Error::source) returns `None`. Variants hold the cause as a value.
 
 use std::fmt;
 use std::io;
@@ -205,28 +204,27 @@ pub enum SetupError {
         /// The argument.
         what: &'static str,
     },
-    /// The completion queue has too few free entries for the work of another queue pair.
+    /// The completion queue has too few free entries for another queue pair.
     CompletionQueueFull {
         /// Entries that the new queue pair needs.
         asked: u32,
         /// Entries that no queue pair has reserved.
         free: u32,
     },
-    /// Two values that must be equal differ: of this side and the peer, or of a setting and the
-    /// path to the peer.
+    /// Two values that must be equal differ.
     Mismatch {
-        /// The two values, for example `transports of the queue pair and its peer`.
+        /// The values, for example `transports of the queue pair and its peer`.
         what: &'static str,
-        /// First value: of this side or of the setting.
+        /// Value of this side or of the setting.
         ours: String,
-        /// Second value: of the peer or of the path.
+        /// Value of the peer or of the path.
         theirs: String,
     },
-    /// Another completion queue was given than the one of the shared receive queue.
+    /// The completion queue is not that of the shared receive queue.
     OtherCompletionQueue {
-        /// Number of the given completion queue.
+        /// Number of the given queue.
         asked: u64,
-        /// Number of the shared receive queue's completion queue.
+        /// Number of the shared receive queue's.
         queue: u64,
     },
     /// The port is not active or has no GID that fits.
@@ -243,7 +241,7 @@ pub enum SetupError {
         /// The P_Keys of the port, by index.
         table: Vec<u16>,
     },
-    /// An address that must be a multicast group's is none.
+    /// The address is not that of a multicast group.
     NotMulticast {
         /// The address.
         group: Gid,
@@ -343,7 +341,6 @@ impl fmt::Display for SetupError {
     }
 }
 
-/// Implements `From` for the causes that a variant holds.
 macro_rules! wraps {
     ($outer:ident: $($variant:ident($inner:ty)),*) => {
         $(impl From<$inner> for $outer {
@@ -403,9 +400,8 @@ pub struct CompletionError {
     pub lengths: Option<ReceiveLengths>,
 }
 
-/// Lengths of a message and of the receive that is too small for it.
-///
-/// For a datagram both include the 40 bytes of the routing header.
+/// Lengths of a message and of the receive that is too small for it, for a datagram with the 40
+/// bytes of the routing header.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct ReceiveLengths {
     /// Bytes that the receive holds.
@@ -416,7 +412,7 @@ pub struct ReceiveLengths {
 }
 
 impl CompletionError {
-    /// Returns the error of work that is refused because earlier work on the queue pair has failed.
+    /// The error of work behind a failure on the queue pair.
     pub(crate) fn flushed(qpn: Qpn) -> Self {
         Self { status: WcStatus::WR_FLUSH_ERR, vendor_error: 0, qpn, lengths: None }
     }
@@ -442,16 +438,17 @@ impl fmt::Display for CompletionError {
 
 impl std::error::Error for CompletionError {}
 
-/// The reason why an operation failed.
+/// The reason why an operation failed. Nothing was sent, except perhaps after
+/// [`Completion`](Self::Completion), [`Closed`](Self::Closed),
+/// [`CompletionQueue`](Self::CompletionQueue) and [`TimedOut`](Self::TimedOut).
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum OpErrorKind {
     /// The device reported the failure of the work request. An RC connection has failed then.
     Completion(CompletionError),
-    /// The device refused the work request or a resource that it needs. Nothing was sent.
+    /// The device refused the work request or a resource that it needs.
     Post(VerbError),
-    /// The device refused the work request because the queue pair is not connected, or no longer
-    /// connected. Nothing was sent.
+    /// The device refused the work request because the queue pair is not connected.
     State {
         /// Queue pair number.
         qpn: Qpn,
@@ -460,42 +457,41 @@ pub enum OpErrorKind {
         /// Failed verb and errno.
         error: VerbError,
     },
-    /// The work request exceeds a limit of the queue pair. Nothing was sent.
+    /// The work request exceeds a limit of the queue pair.
     Limit(LimitError),
-    /// A buffer, region or address handle belongs to another protection domain. Nothing was sent.
+    /// A buffer, region or address handle belongs to another protection domain.
     Foreign {
         /// The argument.
         what: &'static str,
     },
-    /// The region was exposed without access rights that the operation needs. Nothing was sent.
+    /// The region was exposed without access rights that the operation needs.
     Rights {
         /// The missing rights.
         missing: Access,
     },
-    /// The queue pair does not support the operation. Nothing was sent.
+    /// The queue pair does not support the operation.
     Unsupported {
         /// The operation and its requirement, for example `READ (transport RC or DC required)`.
         what: &'static str,
     },
-    /// The work request would consume a receive of the peer. The receives of a
-    /// [`Connection`](crate::Connection) are reserved for messages. Nothing of the batch was sent.
+    /// An operation of the batch would consume a receive of the peer, which a
+    /// [`Connection`](crate::Connection) reserves for messages.
     NotOneSided {
         /// Index in the batch.
         index: usize,
         /// The operation.
         what: &'static str,
     },
-    /// The target of an atomic is not 8 bytes on an 8-byte boundary. Nothing was sent.
+    /// The target of an atomic is not 8 bytes on an 8-byte boundary.
     Misaligned {
         /// Address of the target.
         addr: u64,
         /// Length of the target in bytes.
         len: u64,
     },
-    /// The queue pair was closed or dropped before the completion. Whether the peer saw the
-    /// operation is unknown.
+    /// The queue pair was closed or dropped before the completion.
     Closed,
-    /// The completion queue failed. The outcome of the operation is unknown.
+    /// The completion queue failed.
     CompletionQueue(VerbError),
     /// The deadline passed, see [`Operation::within`](crate::op::Operation::within). The device no
     /// longer accesses the buffers of an [`OpError`] with this kind.

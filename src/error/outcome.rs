@@ -1,20 +1,13 @@
 use super::{OpError, OpErrorKind, TryError};
 
-/// The outcome at the peer of work that ended with an error at this side.
-///
-/// | Outcome | Repeat the request? |
-/// |---|---|
-/// | `NotSent` | yes |
-/// | `MaybeExecuted` | only if a second execution does no harm, or the peer recognises it |
-/// | `Done` | no |
-///
-/// An error says `NotSent` or `Done` only if this side knows.
+/// The outcome at the peer of work that ended with an error at this side. `NotSent` and `Done` are
+/// certain.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Outcome {
-    /// The peer has not executed it and never will: it was not sent, or the peer's service never
-    /// saw the connection.
+    /// It was not sent, or the peer's service never saw the connection. You may repeat the request.
     NotSent,
-    /// It was or may have been sent, and the peer's acknowledgement is missing.
+    /// The peer may have executed it. Repeat the request only if a second execution does no harm,
+    /// or the peer recognises it.
     MaybeExecuted,
     /// The peer has it.
     Done,

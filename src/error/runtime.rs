@@ -7,10 +7,8 @@ use super::VerbError;
 ///
 /// Tokio panics if a runtime has no I/O driver or timer, and offers no other check, so this crate
 /// catches the panic. The panic hook therefore runs once for each runtime without an I/O driver and
-/// for each check for a timer, and a program built with `panic = "abort"` aborts.
-///
-/// Operations that wait for completion events make the same check, but poll without a driver
-/// instead of failing.
+/// for each check for a timer, and a program built with `panic = "abort"` aborts. Operations that
+/// wait for completion events make the same check, but poll without a driver instead of failing.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum NoRuntime {

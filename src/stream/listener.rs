@@ -18,22 +18,18 @@ use crate::verbs::Device;
 ///
 /// # Cancel safety
 ///
-/// Dropping a future of the stream's adapters, such as `next`, loses no connection.
+/// Dropping a future of `accept` or of the stream's adapters loses no stream. Dropping one of
+/// `bind` stops listening.
 pub struct RdmaListener {
     inner: Listener,
 }
 
 impl RdmaListener {
-    /// Listens like [`bind_with`](Self::bind_with), with the settings of
-    /// [`ConnectionConfig::for_streams`].
+    /// Calls [`bind_with`](Self::bind_with) with [`ConnectionConfig::for_streams`].
     ///
     /// # Errors
     ///
-    /// See [`bind_with`](Self::bind_with).
-    ///
-    /// # Cancel safety
-    ///
-    /// Dropping the future stops listening.
+    /// As for `bind_with`.
     pub async fn bind(
         device: &Device,
         address: impl ToSocketAddrs + fmt::Debug,
@@ -46,12 +42,7 @@ impl RdmaListener {
     ///
     /// # Errors
     ///
-    /// Those of [`Listener::bind_with`]; the source is an
-    /// [`EstablishError`](crate::EstablishError).
-    ///
-    /// # Cancel safety
-    ///
-    /// Dropping the future stops listening.
+    /// As for [`Listener::bind_with`]; the source is an [`EstablishError`](crate::EstablishError).
     pub async fn bind_with(
         device: &Device,
         address: impl ToSocketAddrs + fmt::Debug,
@@ -73,23 +64,18 @@ impl RdmaListener {
     ///
     /// # Errors
     ///
-    /// See [`Listener::accept`].
-    ///
-    /// # Cancel safety
-    ///
-    /// Dropping the future loses no stream.
+    /// As for [`Listener::accept`].
     pub async fn accept(&self) -> io::Result<(RdmaStream, SocketAddr)> {
         let stream = RdmaStream::new(self.inner.accept().await?);
         let peer = stream.peer_addr()?;
         Ok((stream, peer))
     }
 
-    /// Polls for the next stream, like [`accept`](Self::accept). As with `TcpListener`, only the
-    /// task of the last call is woken.
+    /// Polls for the next stream. As with `TcpListener`, only the task of the last call is woken.
     ///
     /// # Errors
     ///
-    /// See [`Listener::accept`].
+    /// As for [`Listener::accept`].
     pub fn poll_accept(
         &self,
         context: &mut Context<'_>,
@@ -125,7 +111,7 @@ impl RdmaListener {
     ///
     /// # Cancel safety
     ///
-    /// See [`Listener::shutdown`].
+    /// As for `Listener::shutdown`.
     pub async fn shutdown(self, limit: Duration) -> ShutdownReport {
         self.inner.shutdown(limit).await
     }

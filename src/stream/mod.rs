@@ -1,7 +1,6 @@
-//! Byte streams, shaped like `tokio::net::TcpStream` and `TcpListener`. `docs/streams.md` lists the
-//! differences.
-//!
-//! A stream is a [`connection`](crate::connection) whose frames carry bytes instead of messages.
+//! Byte streams, shaped like `tokio::net::TcpStream` and `TcpListener`; `docs/streams.md` lists the
+//! differences. A stream is a [`connection`](crate::connection) whose frames carry bytes instead of
+//! messages.
 //!
 //! ```
 //! use tokio::io::{AsyncReadExt, AsyncWriteExt};
@@ -61,26 +60,26 @@ use crate::verbs::{Device, ProtectionDomain};
 /// A write returns when the bytes are in registered memory of this side, as with TCP. Short writes
 /// are combined while an earlier one is in flight, unless [`set_nodelay`](Self::set_nodelay)
 /// disables that; `flush` sends them without waiting for the peer. If the peer does not read,
-/// writes fill its receives, and short ones also the [send buffers](ConnectionConfig::send_buffers)
-/// of this side, before they wait.
+/// writes fill its receives, and short ones also the [send
+/// buffers](ConnectionConfig::send_buffers), before they wait.
 ///
 /// # Closing
 ///
-/// `shutdown` ends this side's bytes: the peer reads them, then the end. The other direction stays
-/// open. A program that exits when `shutdown` returns may lose bytes that have not arrived. To
-/// avoid that, wait for an answer, or with [`closed`](Self::closed) for the end in both directions.
+/// `shutdown` ends this side's bytes; the other direction stays open. A program that exits when
+/// `shutdown` returns may lose bytes that have not arrived: first wait for an answer, or with
+/// [`closed`](Self::closed) for the end in both directions.
 ///
 /// Dropping the stream shuts it down in the background, and discards what was not read. This takes
 /// at most [`close_timeout`](ConnectionConfig::close_timeout), which you raise if peers read
-/// slowly; once the peer's device has everything, the peer has one second to finish. A shutdown of
-/// the runtime ends it earlier.
+/// slowly, or until the runtime shuts down; once the peer's device has everything, the peer has one
+/// second to finish.
 ///
 /// # Errors
 ///
 /// Reads return the end only if the peer has shut down its side and all bytes have arrived, or if
 /// this side's [`RdmaListener`] shuts down. Every other end is an error, whose source is a
 /// [`MessageError`] with the [`CloseReason`]. Methods that only wait, query or set something never
-/// fail, and return a `Result` because those of `TcpStream` do.
+/// fail; their `Result` is that of `TcpStream`.
 ///
 /// | Kind | Cause |
 /// |---|---|
@@ -98,9 +97,9 @@ use crate::verbs::{Device, ProtectionDomain};
 ///
 /// # Cancel safety
 ///
-/// Futures of one call, such as `read`, `write` and `ready`, are cancel safe: dropping them loses
-/// no bytes. Futures of several calls, such as `read_exact` and `write_all`, may have moved some
-/// bytes.
+/// Futures of one call, such as `read`, `write` and `ready`, lose no bytes when they are dropped.
+/// Futures of several calls, such as `read_exact` and `write_all`, may have moved some bytes. A
+/// dropped `connect` withdraws the request.
 pub struct RdmaStream {
     // Dropped first; see `OwnedWriteHalf`.
     read: OwnedReadHalf,
@@ -114,16 +113,7 @@ pub type ReadHalf<'a> = &'a mut OwnedReadHalf;
 pub type WriteHalf<'a> = &'a mut OwnedWriteHalf;
 
 impl RdmaStream {
-    /// Connects like [`connect_with`](Self::connect_with), with the settings of
-    /// [`ConnectionConfig::for_streams`].
-    ///
-    /// # Errors
-    ///
-    /// See [`connect_with`](Self::connect_with).
-    ///
-    /// # Cancel safety
-    ///
-    /// Dropping the future withdraws the request.
+    /// Calls [`connect_with`](Self::connect_with) with [`ConnectionConfig::for_streams`].
     pub async fn connect(
         device: &Device,
         address: impl ToSocketAddrs + fmt::Debug,
@@ -135,12 +125,8 @@ impl RdmaStream {
     ///
     /// # Errors
     ///
-    /// Those of [`Connection::connect_with`]; the source is an
+    /// As for [`Connection::connect_with`]; the source is an
     /// [`EstablishError`](crate::EstablishError).
-    ///
-    /// # Cancel safety
-    ///
-    /// Dropping the future withdraws the request.
     pub async fn connect_with(
         device: &Device,
         address: impl ToSocketAddrs + fmt::Debug,
@@ -167,19 +153,11 @@ impl RdmaStream {
     }
 
     /// Writes bytes like [`OwnedWriteHalf::write_bytes`].
-    ///
-    /// # Cancel safety
-    ///
-    /// Like `write_all`.
     pub async fn write_bytes(&mut self, bytes: impl Into<Bytes>) -> io::Result<()> {
         self.write.write_bytes(bytes).await
     }
 
     /// Writes a registered buffer like [`OwnedWriteHalf::write_buf`].
-    ///
-    /// # Cancel safety
-    ///
-    /// Like `write_all`.
     pub async fn write_buf(&mut self, buffer: impl Into<Buf>) -> io::Result<()> {
         self.write.write_buf(buffer).await
     }
@@ -189,7 +167,7 @@ impl RdmaStream {
         self.read.read_bytes().await
     }
 
-    /// Waits until the stream is readable or writable, as `interest` requests. Its other states are
+    /// Waits until the stream is readable or writable, as `interest` requests; other states are
     /// ignored.
     ///
     /// # Errors
@@ -219,14 +197,13 @@ impl RdmaStream {
         Ok(ready.await)
     }
 
-    /// Polls like [`readable`](Self::readable). As with `TcpStream`, only the task that last called
-    /// this method or [`poll_peek`](Self::poll_peek) is woken.
+    /// Polls like [`readable`](Self::readable). Only the task that last called this method or
+    /// [`poll_peek`](Self::poll_peek) is woken.
     pub fn poll_read_ready(&self, context: &mut Context<'_>) -> Poll<io::Result<()>> {
         self.read.poll_read_ready(context).map(Ok)
     }
 
-    /// Polls like [`writable`](Self::writable). As with `TcpStream`, only the task of the last call
-    /// is woken.
+    /// Polls like [`writable`](Self::writable). Only the task of the last call is woken.
     pub fn poll_write_ready(&self, context: &mut Context<'_>) -> Poll<io::Result<()>> {
         self.write.poll_write_ready(context).map(Ok)
     }
@@ -255,32 +232,32 @@ impl RdmaStream {
         self.read.poll_peek(context, buffer)
     }
 
-    /// Reads without waiting, like [`OwnedReadHalf::try_read`].
+    /// Reads like [`OwnedReadHalf::try_read`].
     pub fn try_read(&self, buffer: &mut [u8]) -> io::Result<usize> {
         self.read.try_read(buffer)
     }
 
-    /// Reads into several buffers like [`OwnedReadHalf::try_read_vectored`].
+    /// Reads like [`OwnedReadHalf::try_read_vectored`].
     pub fn try_read_vectored(&self, buffers: &mut [IoSliceMut<'_>]) -> io::Result<usize> {
         self.read.try_read_vectored(buffers)
     }
 
-    /// Reads to the end of `buffer` like [`OwnedReadHalf::try_read_buf`].
+    /// Reads like [`OwnedReadHalf::try_read_buf`].
     pub fn try_read_buf<B: BufMut>(&self, buffer: &mut B) -> io::Result<usize> {
         self.read.try_read_buf(buffer)
     }
 
-    /// Writes without waiting, like [`OwnedWriteHalf::try_write`].
+    /// Writes like [`OwnedWriteHalf::try_write`].
     pub fn try_write(&self, bytes: &[u8]) -> io::Result<usize> {
         self.write.try_write(bytes)
     }
 
-    /// Writes from several buffers like [`OwnedWriteHalf::try_write_vectored`].
+    /// Writes like [`OwnedWriteHalf::try_write_vectored`].
     pub fn try_write_vectored(&self, slices: &[IoSlice<'_>]) -> io::Result<usize> {
         self.write.try_write_vectored(slices)
     }
 
-    /// Sets how long a dropped stream continues to send, like `SO_LINGER`; by default for
+    /// Sets how long a dropped stream continues to send, like `SO_LINGER`; default
     /// [`close_timeout`](ConnectionConfig::close_timeout). With zero, a drop resets the peer.
     pub fn set_linger(&self, linger: Option<Duration>) -> io::Result<()> {
         self.handle().shared.with(|state, _| state.stream.linger = linger);

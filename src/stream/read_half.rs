@@ -17,18 +17,16 @@ use crate::contained::wake_to_repoll;
 use crate::coop::within_budget;
 use crate::waiters::{Caller, Ticket};
 
-/// The reading half of an [`RdmaStream`].
-///
-/// Dropping it discards bytes that it has buffered. The peer's writes then wait, unless the other
-/// half is dropped too.
+/// The reading half of an [`RdmaStream`]. Dropping it discards bytes that it has buffered. The
+/// peer's writes then wait, unless the other half is dropped too.
 ///
 /// # Errors
 ///
-/// Those of the [stream](RdmaStream#errors).
+/// As for the [stream](RdmaStream#errors).
 ///
 /// # Cancel safety
 ///
-/// That of the [stream](RdmaStream#cancel-safety).
+/// As for the [stream](RdmaStream#cancel-safety).
 pub struct OwnedReadHalf {
     slot: Mutex<Slot>,
     ticket: Option<Ticket>,
@@ -84,16 +82,15 @@ impl OwnedReadHalf {
         }
     }
 
-    /// Returns the next bytes, at least one, or `None` at the end.
-    ///
-    /// More than 256 bytes are returned in their receive buffer, unless the application already
-    /// holds [`spare_buffers`](crate::ConnectionConfig::spare_buffers) of these. Other bytes are
-    /// copied.
+    /// Returns the next bytes, at least one, or `None` at the end. Up to 256 bytes are copied, as
+    /// are all while the application holds
+    /// [`spare_buffers`](crate::ConnectionConfig::spare_buffers) of them; others are returned in
+    /// their receive buffer.
     pub async fn read_bytes(&mut self) -> io::Result<Option<Bytes>> {
         poll_fn(|context| self.poll_read_bytes(context)).await
     }
 
-    /// Polls for the next bytes, like [`read_bytes`](Self::read_bytes).
+    /// Polls like [`read_bytes`](Self::read_bytes).
     pub fn poll_read_bytes(
         &mut self,
         context: &mut Context<'_>,
@@ -190,13 +187,13 @@ impl OwnedReadHalf {
     ///
     /// # Errors
     ///
-    /// `WouldBlock` if nothing has arrived, and those of [`RdmaStream`].
+    /// `WouldBlock` if nothing has arrived.
     pub fn try_read(&self, buffer: &mut [u8]) -> io::Result<usize> {
         let mut into = ReadBuf::new(buffer);
         self.try_take(into.remaining(), |bytes| into.put_slice(bytes))
     }
 
-    /// Reads like [`try_read`](Self::try_read), into several buffers.
+    /// Reads like [`try_read`](Self::try_read).
     pub fn try_read_vectored(&self, buffers: &mut [IoSliceMut<'_>]) -> io::Result<usize> {
         let most = buffers.iter().fold(0_usize, |sum, buffer| sum.saturating_add(buffer.len()));
         self.try_take(most, |mut bytes| {
@@ -294,7 +291,7 @@ impl OwnedReadHalf {
         self.handle.addresses().map(|(_, peer)| peer)
     }
 
-    /// Returns the counters, like [`RdmaStream::counters`].
+    /// Returns [`RdmaStream::counters`].
     #[must_use]
     pub fn counters(&self) -> ConnectionCounters {
         self.handle.counters()
@@ -322,8 +319,8 @@ impl OwnedReadHalf {
         }
     }
 
-    /// Waits for bytes, and puts them into `into` if a whole frame fits, else into the chunk.
-    /// Returns `false` at the end.
+    /// Puts the bytes into `into` if a whole frame fits, else into the chunk. Returns `false` at
+    /// the end.
     fn poll_bytes(
         &mut self,
         context: &mut Context<'_>,

@@ -22,11 +22,12 @@ use crate::waiters::{Caller, Ticket};
 ///
 /// # Errors
 ///
-/// Those of the [stream](super::RdmaStream#errors).
+/// As for the [stream](super::RdmaStream#errors).
 ///
 /// # Cancel safety
 ///
-/// That of the [stream](super::RdmaStream#cancel-safety).
+/// As for the [stream](super::RdmaStream#cancel-safety). A dropped `write_bytes` or `write_buf` may
+/// have written the first bytes, like `write_all`.
 pub struct OwnedWriteHalf {
     ticket: Option<Ticket>,
     handle: Arc<Handle>,
@@ -47,10 +48,6 @@ impl OwnedWriteHalf {
     ///   reads.
     ///
     /// Memory that is not copied is in use until the peer's device has the bytes.
-    ///
-    /// # Cancel safety
-    ///
-    /// Like `write_all`: the first bytes may be written.
     pub async fn write_bytes(&mut self, bytes: impl Into<Bytes>) -> io::Result<()> {
         let mut bytes = bytes.into();
         while !bytes.is_empty() {
@@ -69,10 +66,6 @@ impl OwnedWriteHalf {
     /// domain](super::RdmaStream::protection_domain), else like [`write_bytes`](Self::write_bytes).
     /// The buffer returns to its pool when the peer's device has the bytes and the last view is
     /// dropped.
-    ///
-    /// # Cancel safety
-    ///
-    /// Like `write_all`: the first bytes may be written.
     pub async fn write_buf(&mut self, buffer: impl Into<Buf>) -> io::Result<()> {
         let mut buffer = buffer.into();
         while !buffer.is_empty() {
@@ -145,12 +138,12 @@ impl OwnedWriteHalf {
     ///
     /// # Errors
     ///
-    /// `WouldBlock` if no buffer is free, and those of [`RdmaStream`](super::RdmaStream).
+    /// `WouldBlock` if no buffer is free.
     pub fn try_write(&self, bytes: &[u8]) -> io::Result<usize> {
         self.try_write_vectored(&[IoSlice::new(bytes)])
     }
 
-    /// Writes like [`try_write`](Self::try_write), from several buffers.
+    /// Writes like [`try_write`](Self::try_write).
     pub fn try_write_vectored(&self, slices: &[IoSlice<'_>]) -> io::Result<usize> {
         let written = self.handle.shared.with(|state, waker| state.try_write(slices, waker));
         written.map_err(io_error)?.map_err(|_| io::ErrorKind::WouldBlock.into())
@@ -166,7 +159,7 @@ impl OwnedWriteHalf {
         self.handle.addresses().map(|(_, peer)| peer)
     }
 
-    /// Returns the counters, like [`RdmaStream::counters`](super::RdmaStream::counters).
+    /// Returns [`RdmaStream::counters`](super::RdmaStream::counters).
     #[must_use]
     pub fn counters(&self) -> ConnectionCounters {
         self.handle.counters()
