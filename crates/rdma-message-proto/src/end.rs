@@ -26,10 +26,9 @@ impl From<Violation> for End {
     }
 }
 
-/// All reasons that the caller distinguishes: each [`End`], and its own, such as failed operations.
+/// Each [`End`], and the caller's own reasons, such as failed operations.
 pub trait Reason: Copy + PartialEq + fmt::Debug + From<End> {
-    /// Returns true for a flushed operation. Its cause is another failure, which may be found
-    /// later.
+    /// A flush has another failure as its cause, which may be found later.
     fn is_flush(&self) -> bool;
 }
 

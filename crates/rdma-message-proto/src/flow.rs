@@ -9,9 +9,9 @@
 //! A message keeps its receive until the application takes it, so slow readers stop senders. The
 //! receives of other frames are reposted before anything else is sent.
 //!
-//! A notification is a WRITE with immediate data of the application, so it has no header and
-//! announces nothing. It uses a credit, too. Its receive is reposted at once, but counts as
-//! released only when the application takes the notification.
+//! A notification is a WRITE with immediate data of the application, without a header. It uses a
+//! credit, too. Its receive is reposted at once, but counts as released only when the application
+//! takes the notification.
 //!
 //! # Freedom from deadlock
 //!
@@ -46,10 +46,10 @@
 //!    wait for credits that only its own delivery returns.
 //! 4. *Acks do not alternate indefinitely:* two received cause at most one sent.
 //! 5. *Changes of the window keep this true.* An end counts more receives from the `Resize` that
-//!    announces them; its peer, from the arrival of that frame. The peer counts a skipped receive
-//!    off when it sends the skip, and the end when the skip arrives. A skip needs and leaves as
-//!    many credits as a message of one frame. Messages leave one more credit for each due skip, so
-//!    all skips are sent even if the application receives nothing.
+//!    announces them; its peer, from its arrival. The peer counts a skipped receive off when it
+//!    sends the skip, and the end when the skip arrives. A skip needs and leaves as many credits as
+//!    a message of one frame. Messages leave one more credit for each due skip, so all skips are
+//!    sent even if the application receives nothing.
 //!
 //! `model.rs` confirms this for all interleavings with small windows.
 
@@ -61,7 +61,6 @@ use crate::window::Resize;
 /// not a message, because its receive is not announced yet.
 pub const RESERVE: u32 = 4;
 
-/// The number of frames other than messages after which an `Ack` is due.
 const CONTROL_ACK: u32 = 2;
 
 pub fn max_frames(window: u32) -> u32 {
@@ -69,8 +68,7 @@ pub fn max_frames(window: u32) -> u32 {
     messages - ack_threshold(messages) + 1
 }
 
-/// Returns the number of released receives of messages for which an `Ack` is due. If possible this
-/// is more than one, because the answer to a request announces its receive anyway.
+/// The threshold exceeds one if possible, because the answer to a request announces its receive.
 fn ack_threshold(messages: u32) -> u32 {
     if messages < 4 { 1 } else { messages.div_ceil(4).max(2) }
 }
@@ -174,10 +172,8 @@ impl Flow {
         self.sent.wrapping_sub(self.confirmed)
     }
 
-    /// Returns true if this frame may be sent now, or an `Ack` for credits alone.
-    ///
-    /// Messages leave the credits for due skips, because the peer waits for them before it posts
-    /// more receives.
+    /// Returns true if this frame may be sent now, or an `Ack` for credits alone. Messages leave
+    /// the credits for due skips, because the peer waits for them before it posts more receives.
     pub fn may_send(&self, kind: Kind) -> bool {
         let needed = match kind {
             Kind::Data | Kind::Part | Kind::Offer => RESERVE + self.to_skip,
@@ -187,8 +183,8 @@ impl Flow {
         self.credits() >= needed && !(self.finished && (kind.is_message() || kind == Kind::Fin))
     }
 
-    /// Returns the maximum of frames of a message. Credits for these exist once the peer's
-    /// application has received all earlier messages.
+    /// Returns the maximum of frames of a message, whose credits exist once the peer's application
+    /// has received all earlier messages.
     pub fn max_frames(&self) -> u32 {
         max_frames(self.window - self.to_skip)
     }
@@ -225,7 +221,7 @@ impl Flow {
         self.sent = self.sent.wrapping_add(1);
     }
 
-    /// Announces `resize` as soon as possible. Its receives must already be posted.
+    /// Requires that its receives are posted.
     pub fn resize(&mut self, resize: Resize) {
         debug_assert!(self.may_resize(), "one change at a time");
         self.resize = Some(resize);
@@ -235,7 +231,7 @@ impl Flow {
         self.resize.is_none() && self.skips == 0
     }
 
-    /// Returns the due announcement, which must be sent. A peer that has finished gets none.
+    /// Returns the due announcement, which must be sent, unless the peer has finished.
     #[inline]
     pub fn announce(&mut self) -> Option<(Header, Resize)> {
         let resize = self.resize?;
@@ -280,7 +276,6 @@ impl Flow {
         self.arrived.wrapping_sub(self.announced) - self.greetings
     }
 
-    /// Returns true if the receives of all messages were reposted.
     pub fn is_idle(&self) -> bool {
         self.arrived == self.released
     }
@@ -314,9 +309,9 @@ impl Flow {
         self.released.wrapping_sub(self.announced)
     }
 
-    /// Processes a header. Returns the number of further offers that are done.
+    /// Returns the number of further offers that are done.
     pub fn receive(&mut self, header: Header) -> Result<u32, Violation> {
-        // Others count as traffic that has no answer yet.
+        // Frames of other kinds count as traffic that has no answer yet.
         self.greetings += u32::from(self.awaits_first_frame && header.kind == Kind::Ack);
         self.awaits_first_frame = false;
         let released = header.released.wrapping_sub(self.confirmed) & COUNT_MASK;
@@ -358,7 +353,7 @@ impl Flow {
         Ok(fetched)
     }
 
-    /// Processes a `Resize` after its header. `most` is the maximum of the peer's receives.
+    /// Called after the header. `most` is the maximum of the peer's receives.
     pub fn receive_resize(&mut self, resize: Resize, most: u32) -> Result<(), Violation> {
         self.arrive()?;
         let Resize { receives, skip, size, .. } = resize;
@@ -396,18 +391,16 @@ impl Flow {
         Ok(())
     }
 
-    /// Counts the reposted receive of a message, or a notification that the application has taken.
+    /// Also called for a notification that the application has taken.
     pub fn release_message(&mut self) {
         self.released = self.released.wrapping_add(1);
     }
 
-    /// Counts the reposted receive of another frame.
     pub fn release_control(&mut self) {
         self.released = self.released.wrapping_add(1);
         self.control += 1;
     }
 
-    /// Counts the peer's oldest offer as done.
     pub fn done(&mut self) {
         debug_assert_ne!(self.done, self.offers, "each done has an offer");
         self.done = self.done.wrapping_add(1);
@@ -452,7 +445,6 @@ impl Flow {
         self.finished
     }
 
-    /// Returns everything that determines future behaviour.
     pub(crate) fn shape(&self) -> [u32; 13] {
         let flags = [
             self.ack_requested,
@@ -478,7 +470,6 @@ impl Flow {
         ]
     }
 
-    /// Returns the effect of a header in flight.
     pub(crate) fn shape_of(&self, header: Header) -> (Kind, bool, u32, u32) {
         let released = header.released.wrapping_sub(self.confirmed) & COUNT_MASK;
         (

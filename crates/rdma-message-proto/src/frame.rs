@@ -51,7 +51,7 @@ impl Kind {
         self.is_message() || self == Self::Resize
     }
 
-    /// Returns true for messages, whose receives are released when the application has the message.
+    /// Their receives are released when the application has the message.
     pub fn is_message(self) -> bool {
         matches!(self, Self::Data | Self::Part | Self::Offer)
     }
@@ -62,9 +62,9 @@ pub struct Header {
     pub kind: Kind,
     /// True if the sender has received the peer's `Fin`.
     pub fin_acked: bool,
-    /// The count of receives that the sender has released.
+    /// The count of released receives.
     pub released: u32,
-    /// The count of offers that the sender has fetched or discarded.
+    /// The count of fetched or discarded offers.
     pub done: u32,
 }
 
@@ -87,13 +87,12 @@ impl Header {
     }
 }
 
-/// The bytes of a header at the end of a frame, if it is not immediate data.
 pub const TRAILER: usize = 4;
 
-/// The payload length of an offer: address, length and key.
+/// Address, length and key.
 pub const OFFER_LEN: usize = 20;
 
-/// Checks that the message has 1 to `max_message` bytes and does not exceed the address space.
+/// Requires 1 to `max_message` bytes within the address space.
 pub(crate) fn check_offer(addr: u64, len: u64, max_message: u64) -> Result<(), Violation> {
     if len == 0 || addr.checked_add(len).is_none() {
         return Err(Violation::Offer { addr, len });

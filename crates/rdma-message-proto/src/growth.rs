@@ -107,8 +107,7 @@ impl Growth {
         unanswered >= if self.stage == Stage::First { messages.div_ceil(2) } else { messages }
     }
 
-    /// Notes that the application keeps a received buffer, for which the first receives are too
-    /// few.
+    /// The application keeps a received buffer, for which the first receives are too few.
     pub(crate) fn note_buffer_taken(&mut self) {
         self.wanted |= self.stage == Stage::First && !self.refused;
     }

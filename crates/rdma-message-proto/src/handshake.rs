@@ -86,12 +86,11 @@ impl Handshake {
         self.encode_for(Service::Messages, user)
     }
 
-    /// Encodes the handshake like [`encode`](Self::encode), for a connection that carries
-    /// `service`.
+    /// Encodes the handshake like [`encode`](Self::encode), for `service`.
     ///
     /// # Errors
     ///
-    /// See [`encode`](Self::encode).
+    /// As for `encode`.
     pub fn encode_for(&self, service: Service, user: &[u8]) -> Result<Vec<u8>, HandshakeError> {
         let too_long = HandshakeError::UserData { len: user.len(), allowed: Self::MAX_USER_DATA };
         let user_len = u8::try_from(user.len()).map_err(|_| too_long)?;
@@ -125,12 +124,11 @@ impl Handshake {
         Self::decode_for(Service::Messages, bytes)
     }
 
-    /// Decodes the handshake like [`decode`](Self::decode), for a connection that carries
-    /// `service`.
+    /// Decodes the handshake like [`decode`](Self::decode), for `service`.
     ///
     /// # Errors
     ///
-    /// See [`decode`](Self::decode).
+    /// As for `decode`.
     pub fn decode_for(service: Service, bytes: &[u8]) -> Result<(Self, &[u8]), HandshakeError> {
         let truncated = HandshakeError::Truncated { len: bytes.len() };
         let (magic, rest) = bytes.split_first_chunk::<4>().ok_or(truncated)?;

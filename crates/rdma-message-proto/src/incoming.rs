@@ -51,8 +51,8 @@ impl Incoming {
         self.parts
     }
 
-    /// Checks that this frame may occur; `written` if a WRITE carried it. An empty frame of a
-    /// stream is refused, because it would be taken for the end.
+    /// `written` if a WRITE carried the frame. An empty frame of a stream is refused, because it
+    /// would be taken for the end.
     #[inline]
     pub(crate) fn check(&self, header: Header, len: usize, written: bool) -> Result<(), Violation> {
         let is_stream = self.service == Service::Bytes;
@@ -75,8 +75,7 @@ impl Incoming {
         match kind {
             Kind::Data | Kind::Part => {
                 let bytes = self.bytes + len as u64;
-                // The limit is for messages. The bytes of a stream are limited by the size of their
-                // buffer.
+                // The limit is for messages. The size of their buffer limits the bytes of a stream.
                 if bytes > self.max_message && self.service == Service::Messages {
                     return Err(Violation::TooLong { len: bytes, allowed: self.max_message });
                 }

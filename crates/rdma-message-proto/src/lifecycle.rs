@@ -25,15 +25,14 @@
 //! In `Lingering` and `Aborting` the application holds no handle. They last at most
 //! [`LINGER`](crate::timers::LINGER), or for a dropped stream its own limit.
 //!
-//! Tests compare drawing and table with [`transition`], and `model.rs` explores all interleavings
-//! of two ends.
+//! Tests compare drawing and table with [`transition`].
 
 use crate::end::{End, Reason};
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Phase<R> {
     Running(Stage),
-    /// An operation has failed, and with it the queue pair. Its completions are polled for the
+    /// An operation has failed, and with it the queue pair, whose completions are polled for the
     /// cause.
     Failing(Stage, R),
     /// No more frames are sent or received.
@@ -66,7 +65,6 @@ pub struct Outcome<R> {
     pub readable: bool,
 }
 
-/// An event that changes a phase.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Event<R> {
     Finish,
@@ -79,12 +77,11 @@ pub enum Event<R> {
     },
     Abort(R),
     Fail(R),
-    /// The connection ends for another reason.
     Terminate(R),
     QueuePairClosed,
 }
 
-/// A side effect of a transition. The caller executes them in order.
+/// The caller executes the effects in order.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Action {
     /// Sends an `Abort` if there is a credit.
@@ -217,7 +214,7 @@ impl<R: Reason> Phase<R> {
         self.outcome().map(|outcome| outcome.reason)
     }
 
-    /// Returns the cause of a failure, as far as it is known.
+    /// The cause, as far as it is known.
     pub fn failure(&self) -> Option<R> {
         match *self {
             Self::Failing(_, cause) => Some(cause),

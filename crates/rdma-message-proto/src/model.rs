@@ -28,7 +28,6 @@ use crate::lifecycle::{Phase, Stage};
 const CLEAN: TestReason = TestReason::Protocol(End::Clean);
 const DROPPED: TestReason = TestReason::Protocol(End::Dropped);
 
-/// Asserts the properties of a final state.
 fn assert_over(world: &World) {
     assert!(world.sides.iter().all(Side::is_closed), "deadlock: {world:#?}");
     let reason = |own: usize| world.sides[own].protocol.phase().close_reason();
@@ -48,8 +47,7 @@ fn assert_over(world: &World) {
     }
 }
 
-/// Returns a hash of everything that determines later states. Collisions among some million states
-/// are improbable.
+/// Collisions of hashes among some million states are improbable.
 fn key(world: &World) -> u64 {
     let mut key = Mix::default();
     key.add([world.cut, world.may_be_cut].map(u32::from));
@@ -105,7 +103,7 @@ fn number(reason: TestReason) -> u32 {
     }
 }
 
-/// A hash function that is fast without optimisation, unlike SipHash.
+/// Fast without optimisation, unlike SipHash.
 #[derive(Default)]
 struct Mix(u64);
 
@@ -124,7 +122,6 @@ impl Hasher for Mix {
         self.0
     }
 
-    /// Takes a key, which is a hash already.
     fn write_u64(&mut self, key: u64) {
         self.0 = key;
     }
@@ -134,11 +131,9 @@ impl Hasher for Mix {
     }
 }
 
-/// Visits every reachable state and counts them.
 fn explore(start: World) -> usize {
     let mut seen: HashMap<u64, usize, BuildHasherDefault<Mix>> = HashMap::default();
     seen.insert(key(&start), 0);
-    // For each state, its successors.
     let mut after: Vec<Vec<usize>> = vec![Vec::new()];
     let mut ahead = vec![(0, start)];
     while let Some((number, world)) = ahead.pop() {
@@ -189,22 +184,18 @@ fn assert_ends(after: &[Vec<usize>]) {
     assert_eq!(ended, after.len(), "the states contain a cycle");
 }
 
-/// Explores two ends on a reliable network.
 fn assert_holds(a: Side, b: Side) {
     assert_explored(World { sides: [a, b], may_be_cut: false, cut: false });
 }
 
-/// Explores a world and asserts that it has enough states.
 fn assert_explored(world: World) {
     let states = explore(world);
     println!("{states} states");
     assert!(states > 500, "{states} states");
 }
 
-/// Explores further worlds in release builds.
-///
-/// The states of all worlds take a minute without optimisation. The worlds of debug builds have
-/// fewer messages, offers, notifications or possible calls, but each kind that the test is about.
+/// All worlds take a minute without optimisation. Debug builds explore worlds with fewer messages,
+/// offers, notifications or possible calls, but with each kind that the test is about.
 const ALL_WORLDS: bool = !cfg!(debug_assertions);
 
 #[test]

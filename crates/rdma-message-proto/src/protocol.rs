@@ -23,7 +23,7 @@ pub struct Settings {
     pub first_receives: u32,
     /// The maximum of receives, including the reserve.
     pub receives: u32,
-    /// True if the number and size of receives follow use.
+    /// The number and size of receives follow use.
     pub grows: bool,
     /// The longest accepted message, in bytes.
     pub max_message: u64,
@@ -179,7 +179,6 @@ impl<R: Reason> Protocol<R> {
         self.timers.linger(now);
     }
 
-    /// Returns true if the connection drains and the peer has received all messages.
     pub fn is_linger_due(&self) -> bool {
         self.draining && self.phase.awaits_peer() && self.flow.peer_has_all()
     }
@@ -227,7 +226,7 @@ impl<R: Reason> Protocol<R> {
         Ok(Received { arrival, fetched })
     }
 
-    /// Returns true if the peer has sent bytes although it knew that the stream was dropped.
+    /// The peer has sent bytes although it knew that the stream was dropped.
     #[inline]
     pub fn peer_writes_in_vain(&self) -> bool {
         self.peer_writes_in_vain
@@ -289,8 +288,8 @@ impl<R: Reason> Protocol<R> {
         self.framing.limit(size, frames);
     }
 
-    /// Returns true if [`next_frame`](Self::next_frame) certainly returns `None`. This check is
-    /// cheaper.
+    /// Cheaper than [`next_frame`](Self::next_frame), which certainly returns `None` if this is
+    /// true.
     #[inline]
     pub fn is_quiet(&self) -> bool {
         self.flow.is_quiet() && matches!(self.phase, Phase::Running(stage) if !stage.sends_fin())
@@ -343,13 +342,12 @@ impl<R: Reason> Protocol<R> {
         self.growth.receives()
     }
 
-    /// Returns false if [`growth`](Self::growth) certainly returns `None`.
     #[inline]
     pub fn may_grow(&self) -> bool {
         self.growth.is_wanted()
     }
 
-    /// Returns the number of receives to grow to, including the reserve. [`grow`](Self::grow) or
+    /// [`grow`](Self::grow) to this number, including the reserve, or
     /// [`refuse_growth`](Self::refuse_growth) must follow.
     pub fn growth(&self) -> Option<u32> {
         let grows = self.growth.is_wanted() && self.phase.takes_messages() && self.may_resize();
@@ -368,8 +366,7 @@ impl<R: Reason> Protocol<R> {
         self.growth.receives() - kept
     }
 
-    /// Notes that the buffers of [`growth`](Self::growth) could not be registered. The next
-    /// [`Due::Buffers`] permits another attempt.
+    /// The next [`Due::Buffers`] permits another attempt.
     pub fn refuse_growth(&mut self) {
         self.growth.refuse();
     }
@@ -379,8 +376,8 @@ impl<R: Reason> Protocol<R> {
         self.growth.is_grown() || self.growth.is_refused()
     }
 
-    /// Returns the number of first receives if this end may return to them.
-    /// [`shrink`](Self::shrink) must follow.
+    /// Returns the number of first receives if [`shrink`](Self::shrink) is possible, which must
+    /// follow.
     pub fn shrinkage(&self) -> Option<u32> {
         let is_free = self.flow.is_idle() && self.incomplete_frames() == 0;
         let shrinks = self.growth.is_grown() && is_free && self.may_resize();

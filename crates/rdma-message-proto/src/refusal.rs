@@ -91,7 +91,6 @@ impl fmt::Display for RefusalReason {
 /// The maximum of private data in a rejection, in bytes.
 pub const MAX_REJECT_DATA: usize = 148;
 
-/// An application's rejection with user data.
 ///
 /// ```text
 ///  0        4         5      6          7

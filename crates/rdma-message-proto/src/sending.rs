@@ -4,12 +4,11 @@ use crate::protocol::Protocol;
 
 #[derive(Debug, Clone)]
 pub struct Sending {
-    /// The number of frames whose sends have completed. They complete in order.
+    /// Frames whose sends have completed, in order.
     completed: u64,
     in_flight: usize,
     offers_made: u64,
     offers_fetched: u64,
-    /// The bytes of offers that the peer has not fetched, and their maximum.
     offered: u64,
     max_offered: u64,
     inline: usize,
@@ -49,7 +48,6 @@ impl Default for Blocked {
     }
 }
 
-/// The state of the caller's sends, for [`awaited_send`](Protocol::awaited_send).
 #[derive(Debug, Clone, Copy)]
 pub struct Waits {
     pub holds: bool,
@@ -93,7 +91,6 @@ impl Sending {
         self.in_flight += 1;
     }
 
-    /// Notes whether the last frame filled a receive of `len` bytes.
     #[inline]
     pub fn note_full(&mut self, len: usize, is_full: bool) {
         let before = if self.full.0 == len { self.full.1 } else { 0 };
@@ -106,7 +103,7 @@ impl Sending {
         self.completed += 1;
     }
 
-    /// Forgets all frames in flight but `kept`, because the connection has ended.
+    /// The connection has ended, so only `kept` frames count.
     pub fn detach(&mut self, kept: usize) {
         self.in_flight = kept;
     }
@@ -125,12 +122,10 @@ impl Sending {
         self.offers_made == self.offers_fetched || self.offered + len <= self.max_offered
     }
 
-    /// Returns the position after everything sent so far.
     pub fn flush_point(&self) -> FlushPoint {
         FlushPoint { frames: self.completed + self.in_flight as u64, offers: self.offers_made }
     }
 
-    /// Returns true if all earlier frames have arrived and all earlier offers were fetched.
     pub fn has_reached(&self, point: FlushPoint) -> bool {
         self.completed >= point.frames && self.offers_fetched >= point.offers
     }
@@ -165,7 +160,6 @@ impl<R: Reason> Protocol<R> {
         if self.sending.may_offer(len) { Ok(Transfer::Offer) } else { Err(Blocked::Memory(len)) }
     }
 
-    /// Returns true if a sender that waits for `blocked` can try again.
     pub fn is_unblocked(
         &self,
         blocked: Blocked,

@@ -2,8 +2,8 @@ use std::time::{Duration, Instant};
 
 use crate::end::End;
 
-/// The time for the last exchange with the peer after a drop or abort, and for the flush of the
-/// queue pair. Both usually take less than a millisecond.
+/// The time for the last exchange with the peer after a drop or abort, and for a flush.
+/// Both usually take less than a millisecond.
 pub const LINGER: Duration = Duration::from_secs(1);
 
 #[derive(Debug, Clone, Copy, Default)]
@@ -26,7 +26,6 @@ pub struct Observed {
     pub messages: u64,
 }
 
-/// The effect of an expired deadline.
 #[derive(Debug, PartialEq, Eq)]
 pub enum Expired {
     Silence,
@@ -75,8 +74,7 @@ impl Timers {
             times,
             silence: after(times.keepalive.map(|(interval, _)| interval)),
             // Periodic checks keep sending cheap. Time counts from the first check that finds a
-            // waiting task, at most half of `stall` late: the connection terminates after 1 to 1.5
-            // × `stall`.
+            // waiting task, so the connection terminates after 1 to 1.5 × `stall`.
             stall: after(times.stall.map(|stall| stall / 2)),
             first_message: after(times.first_message),
             ..Self::unset()
@@ -87,9 +85,9 @@ impl Timers {
         self.dropped = Some(limit);
     }
 
-    /// Starts the linger timeout on the first call after [`set_dropped`](Self::set_dropped). The
-    /// driver calls this after it has posted the last frame, so that a busy runtime does not
-    /// shorten the time for retransmission.
+    /// Starts the linger timeout on the first call after [`set_dropped`](Self::set_dropped), after
+    /// the driver has posted the last frame, so that a busy runtime does not shorten the time for
+    /// retransmission.
     pub fn linger(&mut self, now: impl FnOnce() -> Instant) {
         if let Some(limit) = self.dropped.take() {
             self.linger = now().checked_add(limit);

@@ -25,7 +25,7 @@ pub const FIRST_SIZE: u32 = 384;
 /// A change of receives, encoded as four big-endian numbers of 32 bits in this order.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct Resize {
-    /// The receives from now on, including the reserve and the receives to skip.
+    /// The receives from now on, including the reserve and those to skip.
     pub receives: u32,
     /// The receives that the peer must skip.
     pub skip: u32,
@@ -69,7 +69,7 @@ impl Sizes {
         Self { size, change: None }
     }
 
-    /// Returns the size of receive `number`, which is not used yet.
+    /// Requires that receive `number` is not used yet.
     pub fn at(&self, number: u32) -> u32 {
         match self.change {
             Some((from, size)) if is_reached(number, from) => size,
@@ -94,8 +94,8 @@ impl Sizes {
         self.change.is_none()
     }
 
-    /// Records a change; the next frame uses receive `next`. The size of a used receive must not
-    /// change, and another change of size must not be pending.
+    /// The next frame uses receive `next`. The size of a used receive must not change, and another
+    /// change of size must not be pending.
     pub fn change(&mut self, resize: Resize, next: u32) -> Result<(), Violation> {
         self.settle(next);
         if resize.size == self.size && self.change.is_none() {

@@ -1,5 +1,3 @@
-//! One end in the model: its protocol, its frames in flight and its application.
-
 use std::time::Instant;
 
 use crate::end::{End, TestReason};
@@ -12,10 +10,10 @@ use crate::protocol::{Protocol, Settings};
 use crate::timers::{LINGER, Times};
 use crate::window::{FIRST_SIZE, Resize};
 
-/// The maximum number of frames in flight per direction.
+/// The maximum of frames in flight in each direction.
 pub(super) const MAX_WINDOW: usize = RESERVE as usize + 6;
 
-/// A call of the application. Each occurs at most once, and none after `Drop`.
+/// Each occurs at most once, and none after `Drop`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Call {
     /// After the last message.
@@ -78,7 +76,7 @@ pub(super) struct Side {
     pub(super) stream: bool,
     /// Frames of held bytes; all but the last one are full.
     pub(super) held: u8,
-    /// Messages or writes, notifications and pings still to be sent.
+    /// Still to be sent: messages or writes, notifications and pings.
     pub(super) data: u8,
     pub(super) offers: u8,
     pub(super) notices: u8,
@@ -88,19 +86,17 @@ pub(super) struct Side {
     pub(super) calls: [bool; Call::ALL.len()],
     pub(super) may_fail: bool,
     pub(super) posted: u32,
-    /// Messages arrived but not taken.
+    /// Arrived but not taken.
     pub(super) inbox: u8,
-    /// Offers being fetched.
     pub(super) reading: u8,
-    /// Notifications arrived but not taken.
+    /// Arrived but not taken.
     pub(super) noticed: u8,
     pub(super) sent: u8,
     pub(super) arrived: u8,
     pub(super) wire: Wire,
     /// Acknowledgements were lost with the peer's queue pair or the network.
     pub(super) unacknowledged: bool,
-    /// The connection was aborted, was dropped before the end of the peer's messages, or has
-    /// failed.
+    /// Aborted, dropped before the end of the peer's messages, or failed.
     pub(super) disturbed: bool,
     pub(super) aborted: bool,
 }
@@ -132,7 +128,7 @@ impl Side {
         }
     }
 
-    /// Creates an end with the smallest window and an application that makes these calls.
+    /// Creates an end with the smallest window.
     pub(super) fn calling(data: u8, offers: u8, calls: &[Call]) -> Self {
         Self {
             calls: Call::ALL.map(|call| calls.contains(&call)),
@@ -140,7 +136,6 @@ impl Side {
         }
     }
 
-    /// Creates an end of a stream with the smallest window.
     pub(super) fn stream(data: u8, offers: u8, calls: &[Call]) -> Self {
         let protocol = protocol(Service::Bytes, RESERVE + 1, RESERVE + 1);
         Self { protocol, stream: true, ..Self::calling(data, offers, calls) }
@@ -178,7 +173,6 @@ impl Side {
         self.wire.push_any(Frame::Notification);
     }
 
-    /// Posts receives and makes the peer skip others.
     pub(super) fn resize(&mut self) {
         let Some((&(post, skip), rest)) = self.changes.split_last() else { return };
         self.changes = rest;
@@ -202,7 +196,6 @@ impl Side {
         self.protocol.flow.peer_has_finished() && self.inbox == 0
     }
 
-    /// Returns true if the peer's device has acknowledged every frame.
     pub(super) fn is_flushed(&self) -> bool {
         self.wire.is_empty() && !self.unacknowledged
     }
@@ -254,7 +247,7 @@ impl Side {
         }
     }
 
-    /// Takes a notification, whose receive was reposted before.
+    /// Its receive was reposted before.
     pub(super) fn take_notice(&mut self) {
         self.noticed -= 1;
         self.protocol.flow.release_message();
@@ -281,7 +274,7 @@ impl Side {
         };
         match arrival {
             Arrival::Notification => self.noticed += 1,
-            // The receives of a message are posted again when the whole message is received.
+            // The receives of a message are reposted when the whole message is received.
             Arrival::Part | Arrival::Skip => self.posted -= 1,
             Arrival::Message { parts, .. } => {
                 assert_eq!(parts + 1, u32::from(self.frames));

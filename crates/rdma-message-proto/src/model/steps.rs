@@ -1,5 +1,3 @@
-//! The transitions of the model.
-
 use std::time::Instant;
 
 use super::side::{Call, Frame, Side};
@@ -42,7 +40,7 @@ impl Steps<'_> {
     }
 }
 
-/// Returns the successors of `world`, and whether progress is possible without the applications.
+/// Also returns whether progress is possible without the applications.
 pub(super) fn steps(world: &World) -> (Vec<World>, bool) {
     let mut steps = Steps { world, next: Vec::new() };
     for own in 0..2 {
