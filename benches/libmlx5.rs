@@ -48,7 +48,7 @@ use std::sync::Arc;
 use std::task::{Context, Poll, Waker};
 
 use emulated_connectx::EmulatedConnectX;
-use rdma_sys::*;
+use rdma_ibverbs::ffi::*;
 use tokio_rdma::op::{BatchOp, Read, Recv, Send, Write};
 use tokio_rdma::{
     Access, Batch, BufMut, CompletionMode, CompletionQueue, Device, ExposedRegion, OpError, Pool,

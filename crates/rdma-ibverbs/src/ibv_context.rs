@@ -10,7 +10,7 @@ use std::mem::MaybeUninit;
 use std::os::fd::BorrowedFd;
 use std::ptr::{self, NonNull};
 
-use rdma_sys::*;
+use crate::ffi::*;
 
 use super::ibv_channel::Channel;
 use super::ibv_cq::Cq;
@@ -436,9 +436,9 @@ impl contract::Context<Ibverbs> for Context {
     }
 
     fn next_event(&self) -> Result<Option<AsyncEvent>, VerbError> {
-        let mut raw = MaybeUninit::<RawEvent>::uninit();
-        // SAFETY: S3: the context is open; `RawEvent` has the layout of `struct ibv_async_event`.
-        let result = unsafe { ibv_get_async_event(self.raw.as_ptr(), raw.as_mut_ptr().cast()) };
+        let mut raw = MaybeUninit::<ibv_async_event>::uninit();
+        // SAFETY: S3: the context is open, the event local.
+        let result = unsafe { ibv_get_async_event(self.raw.as_ptr(), raw.as_mut_ptr()) };
         match sys::status("ibv_get_async_event", result) {
             Ok(()) => {}
             Err(error) if error.errno == sys::EAGAIN => return Ok(None),
@@ -452,10 +452,10 @@ impl contract::Context<Ibverbs> for Context {
         // valid.
         let mut event = unsafe { raw.assume_init() };
         // SAFETY: S3: the object cannot be destroyed before its event is acknowledged.
-        let meaning = unsafe { event.meaning() };
+        let converted = unsafe { meaning(&event) };
         // SAFETY: S3: taken above, acknowledged once.
-        unsafe { ibv_ack_async_event((&raw mut event).cast()) };
-        Ok(Some(meaning))
+        unsafe { ibv_ack_async_event(&raw mut event) };
+        Ok(Some(converted))
     }
 }
 
@@ -480,83 +480,43 @@ fn numbers(directory: &str) -> Vec<(String, u64)> {
     named.collect()
 }
 
-/// `struct ibv_async_event` with an integer code, because the binding's enumeration may lack codes.
-#[repr(C)]
-#[derive(Clone, Copy)]
-struct RawEvent {
-    element: Element,
-    code: u32,
-}
-
-#[repr(C)]
-#[derive(Clone, Copy)]
-union Element {
-    cq: *mut ibv_cq,
-    qp: *mut ibv_qp,
-    srq: *mut ibv_srq,
-    port: i32,
-}
-
-const _: () = assert!(size_of::<RawEvent>() == size_of::<ibv_async_event>());
-
-impl RawEvent {
-    /// Converts the event.
-    ///
-    /// # Safety
-    ///
-    /// It comes from `ibv_get_async_event(3)` and is not acknowledged yet.
-    unsafe fn meaning(&self) -> AsyncEvent {
-        use ibv_event_type as code;
-        let element = self.element;
-        // SAFETY: S3: the code determines the union's field, `ibv_get_async_event(3)`; a queue pair
-        // lives until its events are acknowledged.
-        let qpn = || Qpn(unsafe { (*element.qp).qp_num });
-        // SAFETY: S3: as above; only the address is used.
-        let cq = || unsafe { element.cq }.expose_provenance() as u64;
-        // SAFETY: S3: as above; only the address is used.
-        let srq = || unsafe { element.srq }.expose_provenance() as u64;
-        // SAFETY: S3: as above.
-        let port = || PortNum(u8::try_from(unsafe { element.port }).unwrap_or(0));
-        const CQ_ERR: u32 = code::IBV_EVENT_CQ_ERR as u32;
-        const QP_FATAL: u32 = code::IBV_EVENT_QP_FATAL as u32;
-        const QP_REQ_ERR: u32 = code::IBV_EVENT_QP_REQ_ERR as u32;
-        const QP_ACCESS_ERR: u32 = code::IBV_EVENT_QP_ACCESS_ERR as u32;
-        const COMM_EST: u32 = code::IBV_EVENT_COMM_EST as u32;
-        const SQ_DRAINED: u32 = code::IBV_EVENT_SQ_DRAINED as u32;
-        const LAST_WQE: u32 = code::IBV_EVENT_QP_LAST_WQE_REACHED as u32;
-        const SRQ_LIMIT: u32 = code::IBV_EVENT_SRQ_LIMIT_REACHED as u32;
-        const SRQ_ERR: u32 = code::IBV_EVENT_SRQ_ERR as u32;
-        const PORT_ACTIVE: u32 = code::IBV_EVENT_PORT_ACTIVE as u32;
-        const PORT_ERR: u32 = code::IBV_EVENT_PORT_ERR as u32;
-        const GID_CHANGE: u32 = code::IBV_EVENT_GID_CHANGE as u32;
-        const LID_CHANGE: u32 = code::IBV_EVENT_LID_CHANGE as u32;
-        const PKEY_CHANGE: u32 = code::IBV_EVENT_PKEY_CHANGE as u32;
-        const SM_CHANGE: u32 = code::IBV_EVENT_SM_CHANGE as u32;
-        const REREGISTER: u32 = code::IBV_EVENT_CLIENT_REREGISTER as u32;
-        const PATH_MIG: u32 = code::IBV_EVENT_PATH_MIG as u32;
-        const PATH_MIG_ERR: u32 = code::IBV_EVENT_PATH_MIG_ERR as u32;
-        const DEVICE_FATAL: u32 = code::IBV_EVENT_DEVICE_FATAL as u32;
-        match self.code {
-            CQ_ERR => AsyncEvent::CqError { cq: cq() },
-            QP_FATAL => AsyncEvent::QpFatal(qpn()),
-            QP_REQ_ERR => AsyncEvent::QpRequestError(qpn()),
-            QP_ACCESS_ERR => AsyncEvent::QpAccessError(qpn()),
-            COMM_EST => AsyncEvent::CommunicationEstablished(qpn()),
-            SQ_DRAINED => AsyncEvent::SendQueueDrained(qpn()),
-            LAST_WQE => AsyncEvent::LastWqeReached(qpn()),
-            SRQ_LIMIT => AsyncEvent::SrqLimitReached { srq: srq() },
-            SRQ_ERR => AsyncEvent::SrqError { srq: srq() },
-            PORT_ACTIVE => AsyncEvent::PortActive(port()),
-            PORT_ERR => AsyncEvent::PortError(port()),
-            GID_CHANGE => AsyncEvent::GidChange(port()),
-            LID_CHANGE => AsyncEvent::LidChange(port()),
-            PKEY_CHANGE => AsyncEvent::PkeyChange(port()),
-            SM_CHANGE => AsyncEvent::SubnetManagerChange(port()),
-            REREGISTER => AsyncEvent::ClientReregister(port()),
-            PATH_MIG => AsyncEvent::PathMigrated(qpn()),
-            PATH_MIG_ERR => AsyncEvent::PathMigrationFailed(qpn()),
-            DEVICE_FATAL => AsyncEvent::DeviceFatal,
-            other => AsyncEvent::Other(other),
-        }
+/// Converts an event.
+///
+/// # Safety
+///
+/// It comes from `ibv_get_async_event(3)` and is not acknowledged yet.
+unsafe fn meaning(event: &ibv_async_event) -> AsyncEvent {
+    use ibv_event_type as code;
+    let element = event.element;
+    // SAFETY: S3: the code determines the union's field, `ibv_get_async_event(3)`; a queue pair
+    // lives until its events are acknowledged.
+    let qpn = || Qpn(unsafe { (*element.qp).qp_num });
+    // SAFETY: S3: as above; only the address is used.
+    let cq = || unsafe { element.cq }.expose_provenance() as u64;
+    // SAFETY: S3: as above; only the address is used.
+    let srq = || unsafe { element.srq }.expose_provenance() as u64;
+    // SAFETY: S3: as above.
+    let port = || PortNum(u8::try_from(unsafe { element.port_num }).unwrap_or(0));
+    match event.event_type {
+        code::IBV_EVENT_CQ_ERR => AsyncEvent::CqError { cq: cq() },
+        code::IBV_EVENT_QP_FATAL => AsyncEvent::QpFatal(qpn()),
+        code::IBV_EVENT_QP_REQ_ERR => AsyncEvent::QpRequestError(qpn()),
+        code::IBV_EVENT_QP_ACCESS_ERR => AsyncEvent::QpAccessError(qpn()),
+        code::IBV_EVENT_COMM_EST => AsyncEvent::CommunicationEstablished(qpn()),
+        code::IBV_EVENT_SQ_DRAINED => AsyncEvent::SendQueueDrained(qpn()),
+        code::IBV_EVENT_QP_LAST_WQE_REACHED => AsyncEvent::LastWqeReached(qpn()),
+        code::IBV_EVENT_SRQ_LIMIT_REACHED => AsyncEvent::SrqLimitReached { srq: srq() },
+        code::IBV_EVENT_SRQ_ERR => AsyncEvent::SrqError { srq: srq() },
+        code::IBV_EVENT_PORT_ACTIVE => AsyncEvent::PortActive(port()),
+        code::IBV_EVENT_PORT_ERR => AsyncEvent::PortError(port()),
+        code::IBV_EVENT_GID_CHANGE => AsyncEvent::GidChange(port()),
+        code::IBV_EVENT_LID_CHANGE => AsyncEvent::LidChange(port()),
+        code::IBV_EVENT_PKEY_CHANGE => AsyncEvent::PkeyChange(port()),
+        code::IBV_EVENT_SM_CHANGE => AsyncEvent::SubnetManagerChange(port()),
+        code::IBV_EVENT_CLIENT_REREGISTER => AsyncEvent::ClientReregister(port()),
+        code::IBV_EVENT_PATH_MIG => AsyncEvent::PathMigrated(qpn()),
+        code::IBV_EVENT_PATH_MIG_ERR => AsyncEvent::PathMigrationFailed(qpn()),
+        code::IBV_EVENT_DEVICE_FATAL => AsyncEvent::DeviceFatal,
+        other => AsyncEvent::Other(other),
     }
 }

@@ -7,7 +7,7 @@ use std::ptr::{self, NonNull};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 
-use rdma_sys::*;
+use crate::ffi::*;
 
 use super::ibv_channel::{Channel, DESTROYING, Events};
 use super::mlx5::direct::{self, CompletionQueue, Device, NewCompletionQueue};

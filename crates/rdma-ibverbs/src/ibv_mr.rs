@@ -4,7 +4,7 @@
 
 use std::ptr::NonNull;
 
-use rdma_sys::*;
+use crate::ffi::*;
 
 use super::owned::Owned;
 use rdma_provider::VerbError;

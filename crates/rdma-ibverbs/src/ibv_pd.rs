@@ -6,7 +6,7 @@ use std::ffi::c_int;
 use std::os::fd::{AsRawFd, BorrowedFd};
 use std::ptr::NonNull;
 
-use rdma_sys::*;
+use crate::ffi::*;
 
 use super::ibv_ah::Ah;
 use super::ibv_mr::{Mr, Mw};

@@ -7,7 +7,7 @@ use std::borrow::Borrow;
 use std::mem::MaybeUninit;
 use std::ptr::{self, NonNull};
 
-use rdma_sys::*;
+use crate::ffi::*;
 
 use super::mlx5::direct::address::AddressHandle;
 use super::supported::is_supported;

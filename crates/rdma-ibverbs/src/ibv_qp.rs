@@ -8,8 +8,8 @@ use std::mem;
 use std::ptr::{self, NonNull};
 use std::sync::atomic::{AtomicU8, Ordering};
 
+use crate::ffi::*;
 use rdma_provider::locks::Mutex;
-use rdma_sys::*;
 
 use super::ibv_srq::Srq;
 use super::mlx5::dc::Initiator;

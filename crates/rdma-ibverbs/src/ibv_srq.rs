@@ -5,7 +5,7 @@
 use std::ptr::{self, NonNull};
 use std::sync::Arc;
 
-use rdma_sys::*;
+use crate::ffi::*;
 
 use super::mlx5::direct::{Device, SharedReceiveQueue};
 use super::owned::Owned;

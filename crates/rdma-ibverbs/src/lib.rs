@@ -1,7 +1,7 @@
 //! The provider for real devices: libibverbs, librdmacm and libmlx5.
 //!
-//! The binding, rdma-mummy-sys, opens the libraries when the program starts, so programs build and
-//! run without them. Each object owns one C handle and frees it on drop; the caller must drop
+//! The libraries are opened when a function is first called ([`ffi`]), so programs build and run
+//! without them. Each object owns one C handle and frees it on drop; the caller must drop
 //! children before their parents. Each function is one verb.
 //!
 //! ```text
@@ -49,6 +49,7 @@
 
 mod cm;
 mod convert;
+pub mod ffi;
 mod ibv_ah;
 mod ibv_channel;
 mod ibv_context;
@@ -59,7 +60,6 @@ mod ibv_pd;
 mod ibv_post;
 mod ibv_qp;
 mod ibv_srq;
-mod library;
 pub mod mlx5;
 mod owned;
 mod posting;

@@ -6,7 +6,7 @@ use std::ffi::c_int;
 use std::fmt;
 use std::ptr::NonNull;
 
-use rdma_sys::*;
+use crate::ffi::*;
 
 use super::sys;
 use rdma_provider::VerbError;

@@ -22,9 +22,9 @@ use std::sync::{Arc, Mutex};
 
 use emulated_connectx::{EmulatedConnectX, Options, this_program};
 use rdma_ibverbs::contract::{Context as _, Pd as _, QpInit};
+use rdma_ibverbs::ffi::*;
 use rdma_ibverbs::types::{DataPath, DirectConfig, QpCaps, SrqCaps, Transport};
 use rdma_ibverbs::{Context, VerbError};
-use rdma_sys::*;
 use tracing::field::{Field, Visit};
 use tracing::span::{Attributes, Id, Record};
 use tracing::{Event, Level, Metadata, Subscriber};

@@ -9,7 +9,7 @@ use std::time::Duration;
 
 use common::*;
 use emulated_connectx::{EmulatedConnectX, Problem, Release};
-use rdma_sys::*;
+use rdma_ibverbs::ffi::*;
 
 const MAX_SESSION: u32 = 24;
 const OWNER: u8 = 1;

@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 
 use common::*;
 use emulated_connectx::{EmulatedConnectX, Release, Status};
-use rdma_sys::*;
+use rdma_ibverbs::ffi::*;
 
 /// Returns the device to one test at a time: stepping and holding affect all of it.
 fn device() -> (EmulatedConnectX, MutexGuard<'static, ()>) {

@@ -4,7 +4,7 @@ mod common;
 
 use common::*;
 use emulated_connectx::EmulatedConnectX;
-use rdma_sys::*;
+use rdma_ibverbs::ffi::*;
 
 fn device() -> EmulatedConnectX {
     start(|_| {})
@@ -99,12 +99,12 @@ fn shared_receives_and_the_event_when_they_run_low() {
     send(1);
     assert!(!pair.context.has_event(), "three are left");
     send(2);
-    assert_eq!(pair.context.event(), ibv_event_type::IBV_EVENT_SRQ_LIMIT_REACHED as u32);
+    assert_eq!(pair.context.event(), ibv_event_type::IBV_EVENT_SRQ_LIMIT_REACHED);
     assert_eq!(srq.query().srq_limit, 0, "once");
     send(3);
     assert!(!pair.context.has_event());
     assert_eq!(pair.b.to(ibv_qp_state::IBV_QPS_ERR), 0);
-    assert_eq!(pair.context.event(), ibv_event_type::IBV_EVENT_QP_LAST_WQE_REACHED as u32);
+    assert_eq!(pair.context.event(), ibv_event_type::IBV_EVENT_QP_LAST_WQE_REACHED);
     device.assert_clean();
 }
 

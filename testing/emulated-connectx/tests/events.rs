@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use common::*;
 use emulated_connectx::EmulatedConnectX;
-use rdma_sys::*;
+use rdma_ibverbs::ffi::*;
 
 /// Long enough for an unwanted event to arrive.
 const SHORT: Duration = Duration::from_millis(30);
@@ -123,7 +123,7 @@ fn remote_access_error_raises_an_event_at_the_peer() {
     let bed = bed();
     bed.a.post(Work::write(1, vec![bed.source.sge(0, 8)], &bed.source, 0));
     bed.cq.fails_with(1, ibv_wc_status::IBV_WC_REM_ACCESS_ERR);
-    assert_eq!(bed.context.event(), ibv_event_type::IBV_EVENT_QP_ACCESS_ERR as u32);
+    assert_eq!(bed.context.event(), ibv_event_type::IBV_EVENT_QP_ACCESS_ERR);
     assert_eq!(bed.a.state(), ibv_qp_state::IBV_QPS_ERR);
     assert_eq!(bed.b.state(), ibv_qp_state::IBV_QPS_ERR);
     device.assert_clean();
@@ -136,7 +136,7 @@ fn failed_queue_pair_raises_a_fatal_event() {
     assert!(!device.fail_queue_pair(0xff_fff0));
     bed.b.post_recv(9, vec![]);
     assert!(device.fail_queue_pair(bed.b.number()));
-    assert_eq!(bed.context.event(), ibv_event_type::IBV_EVENT_QP_FATAL as u32);
+    assert_eq!(bed.context.event(), ibv_event_type::IBV_EVENT_QP_FATAL);
     bed.cq.fails_with(9, ibv_wc_status::IBV_WC_WR_FLUSH_ERR);
     assert_eq!(bed.b.state(), ibv_qp_state::IBV_QPS_ERR);
 }

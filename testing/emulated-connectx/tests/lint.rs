@@ -9,7 +9,7 @@ use std::time::Duration;
 
 use common::*;
 use emulated_connectx::{EmulatedConnectX, Options, Problem};
-use rdma_sys::*;
+use rdma_ibverbs::ffi::*;
 
 /// Returns the device to one test at a time. Only a test that never rings may shorten
 /// `options.doorbell_patience`: a thread suspended between record and doorbell would be a finding.
@@ -216,8 +216,8 @@ fn unpolled_completions_overrun_their_queue() {
         until("the request", || device.counters().requests > before);
     }
     assert_eq!(found(&device), [Problem::CompletionOverrun]);
-    assert_eq!(direct.pair.context.event(), ibv_event_type::IBV_EVENT_CQ_ERR as u32);
-    assert_eq!(direct.pair.context.event(), ibv_event_type::IBV_EVENT_QP_FATAL as u32);
+    assert_eq!(direct.pair.context.event(), ibv_event_type::IBV_EVENT_CQ_ERR);
+    assert_eq!(direct.pair.context.event(), ibv_event_type::IBV_EVENT_QP_FATAL);
 }
 
 #[test]

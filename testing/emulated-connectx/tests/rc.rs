@@ -4,7 +4,7 @@ mod common;
 
 use common::*;
 use emulated_connectx::EmulatedConnectX;
-use rdma_sys::*;
+use rdma_ibverbs::ffi::*;
 
 fn device() -> EmulatedConnectX {
     start(|_| {})

@@ -4,7 +4,7 @@ mod common;
 
 use common::*;
 use emulated_connectx::{EmulatedConnectX, Link};
-use rdma_sys::*;
+use rdma_ibverbs::ffi::*;
 
 const QKEY: u32 = 0x1234;
 

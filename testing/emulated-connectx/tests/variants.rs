@@ -6,7 +6,7 @@ use std::sync::OnceLock;
 
 use common::*;
 use emulated_connectx::{EmulatedConnectX, Link};
-use rdma_sys::*;
+use rdma_ibverbs::ffi::*;
 
 fn device() -> EmulatedConnectX {
     static DEVICE: OnceLock<EmulatedConnectX> = OnceLock::new();

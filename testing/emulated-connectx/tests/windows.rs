@@ -7,7 +7,7 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use common::*;
 use emulated_connectx::{EmulatedConnectX, Problem};
-use rdma_sys::*;
+use rdma_ibverbs::ffi::*;
 
 const MW_BIND: u32 = 16;
 const REMOTE_WRITE: u32 = 2;

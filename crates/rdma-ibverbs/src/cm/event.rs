@@ -8,8 +8,8 @@ use std::ptr::{self, NonNull};
 use std::slice;
 use std::sync::Arc;
 
+use crate::ffi::*;
 use rdma_provider::locks::Mutex;
-use rdma_sys::*;
 
 use super::id::{ECONNRESET, IdContext, IdState, Phase, addresses, route_may_block, route_of};
 use super::{CmId, Events};

@@ -10,8 +10,8 @@ use std::ptr::{self, NonNull};
 use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
+use crate::ffi::*;
 use rdma_provider::locks::Mutex;
-use rdma_sys::*;
 
 use super::Events;
 use super::address::Address;

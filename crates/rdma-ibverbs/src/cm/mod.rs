@@ -1,4 +1,4 @@
-//! The connection manager of real devices: librdmacm, opened when the program starts.
+//! The connection manager of real devices: librdmacm, opened when it is first used.
 //!
 //! librdmacm opens devices itself; an id only names its device. The kernel's connection manager
 //! handles most of the protocol, except:
@@ -29,8 +29,8 @@ use std::ptr::{self, NonNull};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
+use crate::ffi::*;
 use rdma_provider::locks::Mutex;
-use rdma_sys::*;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
 use super::{Ibverbs, sys};

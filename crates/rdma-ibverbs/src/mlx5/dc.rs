@@ -6,8 +6,8 @@ use std::mem;
 use std::ptr::{self, NonNull};
 use std::sync::atomic::{AtomicU32, Ordering};
 
+use crate::ffi::*;
 use rdma_provider::locks::Mutex;
-use rdma_sys::*;
 
 use super::direct;
 use crate::owned::Owned;
@@ -48,7 +48,7 @@ fn kind(dc_type: mlx5dv_dc_type, key: u64) -> mlx5dv_dc_init_attr {
     // SAFETY: S3: zeros are valid.
     let mut kind: mlx5dv_dc_init_attr = unsafe { mem::zeroed() };
     kind.dc_type = dc_type;
-    kind.__bindgen_anon_1.bindgen_union_field = key;
+    kind.dct_access_key = key;
     kind
 }
 

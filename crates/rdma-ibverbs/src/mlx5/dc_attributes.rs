@@ -5,7 +5,7 @@
 use std::mem;
 use std::ptr::NonNull;
 
-use rdma_sys::*;
+use crate::ffi::*;
 
 use crate::ibv_cq::Cq;
 use crate::ibv_pd::Pd;

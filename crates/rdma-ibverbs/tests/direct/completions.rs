@@ -1,13 +1,13 @@
 //! Equality of completions: the same completion queue entries, read by both sides.
 
 use rdma_ibverbs::contract::{Cq as _, Mr as _, Mw as _, Pd as _, Qp as _, Srq as _};
+use rdma_ibverbs::ffi::*;
 use rdma_ibverbs::mlx5::direct::BadEntry;
 use rdma_ibverbs::types::{
     Access, Lkey, QpCaps, RecvWr, Rkey, SendOp, Sge, SrqCaps, Transport, WcFlags, WindowBind,
     WorkCompletion, WrId,
 };
 use rdma_ibverbs::{Mr, Mw, Srq, VerbError};
-use rdma_sys::*;
 
 use crate::direct::Direct;
 use crate::library::{Library, LibrarySrq, Way};

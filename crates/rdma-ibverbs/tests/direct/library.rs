@@ -4,8 +4,8 @@ use std::mem::MaybeUninit;
 use std::ptr;
 use std::time::{Duration, Instant};
 
+use rdma_ibverbs::ffi::*;
 use rdma_ibverbs::types::{QpCaps, QpState, RecvWr, SendFlags, SendOp, Sge, Transport};
-use rdma_sys::*;
 
 use crate::memory::{CompletionRing, Cqe, Rings, zeroed};
 use crate::requests::{Payload, Request};

@@ -4,7 +4,7 @@ use std::ffi::{c_int, c_void};
 use std::mem;
 use std::sync::OnceLock;
 
-use rdma_sys::*;
+use rdma_ibverbs::ffi::*;
 
 pub const BLOCK: usize = 64;
 /// Bytes of a doorbell register: two halves.

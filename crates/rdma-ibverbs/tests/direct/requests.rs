@@ -1,11 +1,11 @@
 //! Requests in the forms of both sides, and all that are compared.
 
 use rdma_ibverbs::contract::{PlainOp, PlainWr};
+use rdma_ibverbs::ffi::{ibv_ah, ibv_sge};
 use rdma_ibverbs::types::{
     AddressVector, Data, DcKey, DctTarget, Imm, Lkey, Qkey, Qpn, RemoteAddr, Rkey, SendFlags,
     SendOp, SendTarget, SendWr, Sge, Transport, UdTarget, WindowBind, WrId,
 };
-use rdma_sys::{ibv_ah, ibv_sge};
 
 use crate::memory::address;
 

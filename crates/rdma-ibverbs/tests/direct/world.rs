@@ -7,9 +7,9 @@ use std::time::Duration;
 
 use emulated_connectx::{EmulatedConnectX, Link, Options, this_program};
 use rdma_ibverbs::contract::{Context as _, Pd as _};
+use rdma_ibverbs::ffi::*;
 use rdma_ibverbs::types::{Access, AddressVector, GidKind, PortNum, Transport};
 use rdma_ibverbs::{Ah, Context, Mr, Mw, Pd};
-use rdma_sys::*;
 
 /// Selects Ethernet ports for this process.
 const ROCE: &str = "TOKIO_RDMA_EMULATED_ROCE";

@@ -3,7 +3,7 @@
 use std::ffi::c_void;
 use std::sync::Arc;
 
-use rdma_sys::*;
+use rdma_ibverbs::ffi::*;
 
 use super::{ALL, Ah, Cq, Mr, Pd, Qp, Queues, SIGNALED, Srq, zeroed};
 
@@ -24,7 +24,7 @@ pub fn dc_target_at_reset(pd: &Arc<Pd>, cq: &Arc<Cq>, srq: &Arc<Srq>) -> Qp {
     let mut dv: mlx5dv_qp_init_attr = zeroed();
     dv.comp_mask = mlx5dv_qp_init_attr_mask::MLX5DV_QP_INIT_ATTR_MASK_DC.0.into();
     dv.dc_init_attr.dc_type = MLX5DV_DCTYPE_DCT;
-    dv.dc_init_attr.__bindgen_anon_1.bindgen_union_field = KEY;
+    dv.dc_init_attr.dct_access_key = KEY;
     let mut init: ibv_qp_init_attr_ex = zeroed();
     init.comp_mask = ibv_qp_init_attr_mask::IBV_QP_INIT_ATTR_PD.0;
     init.srq = srq.0;

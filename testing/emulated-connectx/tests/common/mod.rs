@@ -18,7 +18,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use emulated_connectx::{EmulatedConnectX, Options};
-use rdma_sys::*;
+use rdma_ibverbs::ffi::*;
 
 pub use dc::*;
 

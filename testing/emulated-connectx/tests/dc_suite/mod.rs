@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use rdma_sys::*;
+use rdma_ibverbs::ffi::*;
 
 use crate::common::*;
 use crate::device;

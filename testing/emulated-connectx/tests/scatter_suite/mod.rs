@@ -1,6 +1,6 @@
 //! Tests of data in CQEs, for both sizes of CQE.
 
-use rdma_sys::*;
+use rdma_ibverbs::ffi::*;
 
 use crate::common::*;
 use crate::{LIMIT, device};

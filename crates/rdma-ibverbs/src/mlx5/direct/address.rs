@@ -2,7 +2,7 @@
 
 use std::ptr::{self, NonNull};
 
-use rdma_sys::ibv_ah;
+use crate::ffi::ibv_ah;
 
 use super::layout::Route;
 

@@ -4,9 +4,9 @@ use std::mem;
 use std::ptr::NonNull;
 use std::sync::Arc;
 
+use crate::ffi::*;
 use rdma_provider::VerbError;
 use rdma_provider::types::{QpCaps, ScatterToCqe, Transport};
-use rdma_sys::*;
 
 use super::completion_queue::{self, CompletionQueue};
 use super::doorbell::{ArmRegister, Record, Register};
@@ -47,7 +47,7 @@ fn compresses(found: &mlx5dv_context) -> bool {
         && caps.max_num > 1
         && caps.supported_format & objects::HASH != 0
         && (!large || found.flags & u64::from(large_flag) != 0)
-        && objects::create_cq().is_some()
+        && Library::Mlx5.has("mlx5dv_create_cq\0")
 }
 
 /// The error of a program without feature `mlx5`.
@@ -77,7 +77,7 @@ impl Device {
         // SAFETY: S3: as above; fails for another driver's device.
         let asked = unsafe { mlx5dv_query_device(context.as_ptr(), &raw mut found) };
         sys::status("mlx5dv_query_device", asked).map_err(|_| NO_MLX5)?;
-        if objects::init_obj().is_none() {
+        if !Library::Mlx5.has("mlx5dv_init_obj\0") {
             return Err(unknown("direct data path (needs mlx5dv_init_obj of libmlx5)"));
         }
         let first = mlx5dv_context_flags::MLX5DV_CONTEXT_FLAGS_CQE_V1.0;

@@ -2,22 +2,13 @@
 
 use std::ffi::{c_int, c_void};
 use std::ptr::NonNull;
-use std::sync::OnceLock;
 use std::{mem, ptr};
 
+use crate::ffi::*;
 use rdma_provider::VerbError;
-use rdma_sys::*;
 
 use super::layout::Route;
-use crate::library::Library;
 use crate::sys;
-
-type InitObj = unsafe extern "C" fn(*mut mlx5dv_obj, u64) -> c_int;
-type CreateCq = unsafe extern "C" fn(
-    *mut ibv_context,
-    *mut ibv_cq_init_attr_ex,
-    *mut mlx5dv_cq_init_attr,
-) -> *mut ibv_cq_ex;
 
 // `enum mlx5dv_obj_type`.
 const QP: u64 = 1;
@@ -28,20 +19,6 @@ const AH: u64 = 1 << 5;
 /// The format of mini-CQEs of receives. Mini-CQEs of requests have a fixed
 /// format.
 pub(super) const HASH: u32 = MLX5DV_CQE_RES_FORMAT_HASH;
-
-/// Returns `mlx5dv_init_obj`, which the binding lacks; `None` without libmlx5.
-pub(super) fn init_obj() -> Option<InitObj> {
-    static FUNCTION: OnceLock<Option<InitObj>> = OnceLock::new();
-    // SAFETY: S3: the function has this signature, mlx5dv.h.
-    unsafe { Library::Mlx5.cached(&FUNCTION, c"mlx5dv_init_obj") }
-}
-
-/// Returns `mlx5dv_create_cq`, which the binding lacks; `None` without libmlx5.
-pub(super) fn create_cq() -> Option<CreateCq> {
-    static FUNCTION: OnceLock<Option<CreateCq>> = OnceLock::new();
-    // SAFETY: S3: the function has this signature, mlx5dv.h.
-    unsafe { Library::Mlx5.cached(&FUNCTION, c"mlx5dv_create_cq") }
-}
 
 /// The arguments of `ibv_create_cq(3)`.
 #[derive(Debug, Clone, Copy)]
@@ -62,7 +39,6 @@ pub(crate) unsafe fn create_compressed(
     new: NewCompletionQueue,
 ) -> Result<NonNull<ibv_cq>, VerbError> {
     const NAME: &str = "mlx5dv_create_cq";
-    let function = create_cq().ok_or(VerbError::new(NAME, VerbError::EOPNOTSUPP))?;
     let invalid = |_| VerbError::new(NAME, VerbError::EINVAL);
     let mut attr = blank::<ibv_cq_init_attr_ex>();
     attr.cqe = new.capacity.try_into().map_err(invalid)?;
@@ -73,7 +49,7 @@ pub(crate) unsafe fn create_compressed(
     compressed.comp_mask = mask.0.into();
     compressed.cqe_comp_res_format = HASH as u8;
     // SAFETY: S3: the caller's promise; the attributes are local.
-    let raw = unsafe { function(new.context.as_ptr(), &raw mut attr, &raw mut compressed) };
+    let raw = unsafe { mlx5dv_create_cq(new.context.as_ptr(), &raw mut attr, &raw mut compressed) };
     // An extended queue begins with a plain one, `ibv_cq_ex_to_cq`.
     sys::handle(NAME, raw.cast())
 }
@@ -85,9 +61,8 @@ pub(crate) unsafe fn create_compressed(
 /// The input of `object` is alive and belongs to libmlx5.
 unsafe fn call(mut object: mlx5dv_obj, kind: u64) -> Result<(), VerbError> {
     const NAME: &str = "mlx5dv_init_obj";
-    let function = init_obj().ok_or(VerbError::new(NAME, VerbError::EOPNOTSUPP))?;
     // SAFETY: S3: the caller's promise.
-    sys::status(NAME, unsafe { function(&raw mut object, kind) })
+    sys::status(NAME, unsafe { mlx5dv_init_obj(&raw mut object, kind) })
 }
 
 fn blank<T>() -> T {

@@ -9,9 +9,9 @@ use std::ptr::{self, NonNull};
 use std::sync::Arc;
 use std::sync::atomic::{self, Ordering};
 
+use crate::ffi::*;
 use rdma_provider::VerbError;
 use rdma_provider::locks::Mutex;
-use rdma_sys::*;
 
 use super::doorbell::Register;
 use crate::sys;
