@@ -9,6 +9,7 @@ use crate::cqe::{Cqe, MINI};
 use crate::lint::Problem;
 use crate::objects::{Arm, Cq, Handle, Qp};
 use crate::state::State;
+use crate::uar;
 
 /// Consumer indices have 24 bits.
 const INDEX: u32 = 0xff_ffff;
@@ -100,8 +101,16 @@ impl State {
         }
     }
 
-    fn write(&mut self, handle: Handle, mut cqe: Cqe) {
+    /// Advances the clock that programs read, and returns its nanoseconds. It stands still between
+    /// two rounds of the device's thread, so it is never ahead of the time, and behind by a round.
+    pub(crate) fn tick(&self) -> u64 {
         let now = self.started.elapsed().as_nanos() as u64;
+        uar::set_clock(now);
+        now
+    }
+
+    fn write(&mut self, handle: Handle, mut cqe: Cqe) {
+        let now = self.tick();
         let Some(cq) = self.cqs.get(&handle) else { return };
         cqe.stamp(now);
         if cq.run.last().is_some_and(|last| !cqe.continues(last)) {

@@ -46,6 +46,7 @@ pub(crate) fn spawn() -> io::Result<()> {
 
 impl State {
     fn round(&mut self) -> bool {
+        self.tick();
         self.reap();
         let mut any = self.collect();
         if !self.options.manual_stepping {

@@ -34,8 +34,22 @@ unsafe impl Sync for Memory {}
 
 static MEMORY: OnceLock<Memory> = OnceLock::new();
 
+/// The page of the device's clock, which is none of the UAR pages: they count from 1.
+const CLOCK_PAGE: u32 = 0;
+/// The offset of the page in the device's descriptor. The page number is the command
+/// `MLX5_MMAP_GET_CORE_CLOCK_CMD` << `MLX5_MMAP_CMD_SHIFT`.
+const CLOCK: i64 = (5 << 8) * PAGE as i64;
+
+/// Sets the clock that programs read. Its two big-endian halves change together.
+pub(crate) fn set_clock(nanoseconds: u64) {
+    register(CLOCK_PAGE, 0).store(nanoseconds.to_be(), Ordering::Release);
+}
+
 /// Returns the descriptor and offset behind `offset` of the device's descriptor.
 pub(crate) fn mapping(offset: i64, len: usize) -> Option<(RawFd, i64)> {
+    if offset == CLOCK && len as u64 == PAGE {
+        return Some((MEMORY.get()?.fd, i64::from(CLOCK_PAGE) * PAGE as i64));
+    }
     let at = offset.checked_sub(FIRST)?;
     let inside =
         at >= 0 && at % PAGE as i64 == 0 && len as u64 == PAGE && at < (PAGES * PAGE) as i64;

@@ -25,6 +25,8 @@ impl State {
         /// `MLX5_USER_CMDS_SUPP_UHW_*`: QUERY_DEVICE and CREATE_AH return driver data.
         const ANSWERS: u8 = 1 | 2;
         const NO_INLINE_NEEDED: u8 = 1;
+        /// `MLX5_IB_ALLOC_UCONTEXT_RESP_MASK_CORE_CLOCK_OFFSET`.
+        const CORE_CLOCK_OFFSET: u32 = 1;
         request.put(NUM_COMP_VECTORS, &COMPLETION_VECTORS);
         request.put(CORE_SUPPORT, &0_u64);
         // Another driver, for which a test has renamed the device.
@@ -46,6 +48,8 @@ impl State {
             cqe_version: asked.max_cqe_version.min(1),
             cmds_supp_uhw: ANSWERS,
             eth_min_inline: NO_INLINE_NEEDED,
+            // The clock is at offset 0 of its page.
+            comp_mask: CORE_CLOCK_OFFSET,
             log_uar_size: 12,
             num_uars_per_page: 1,
             num_dyn_bfregs: 1024,
