@@ -18,7 +18,7 @@ use crate::error::VerbError;
 use crate::forked;
 use crate::types::{
     Access, AddressVector, AsyncEvent, DeviceAttr, Gid, Lkey, PortAttr, PortNum, QpAttr, QpCaps,
-    QpState, Qpn, RecvWr, Rkey, SendWr, SrqCaps, WorkCompletion,
+    QpState, Qpn, RecvWr, Rkey, SendWr, SrqCaps, Timestamp, TimestampedCompletion, WorkCompletion,
 };
 #[cfg(feature = "ibverbs")]
 use rdma_ibverbs::Ibverbs;
@@ -155,6 +155,7 @@ impl contract::Context<Any> for Context {
         fn packet_fd() -> Option<BorrowedFd<'_>>;
         fn process_packets() -> bool;
         fn stop_processing();
+        fn read_clock() -> Result<Timestamp, VerbError>;
     }
 
     fn create_pd(&self) -> Result<Pd, VerbError> {
@@ -174,6 +175,18 @@ impl contract::Context<Any> for Context {
     ) -> Result<Cq, VerbError> {
         make!(self, Cq, inner, Channel as of => {
             inner.create_cq(capacity, channel.map(of).transpose()?, vector, cookie)
+        })
+    }
+
+    fn create_timestamped_cq(
+        &self,
+        capacity: u32,
+        channel: Option<&Channel>,
+        vector: u32,
+        cookie: u64,
+    ) -> Result<Cq, VerbError> {
+        make!(self, Cq, inner, Channel as of => {
+            inner.create_timestamped_cq(capacity, channel.map(of).transpose()?, vector, cookie)
         })
     }
 
@@ -315,6 +328,7 @@ impl contract::Cq for Cq {
         fn capacity() -> u32;
         #[inline]
         fn poll(out: &mut [WorkCompletion]) -> Result<usize, VerbError>;
+        fn poll_timestamped(out: &mut [TimestampedCompletion]) -> Result<usize, VerbError>;
         #[inline]
         fn is_empty() -> Option<bool>;
         fn resize(capacity: u32) -> Result<(), VerbError>;

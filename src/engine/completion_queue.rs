@@ -48,6 +48,7 @@ impl CompletionQueue {
             mode: CompletionMode::default(),
             vector: None,
             moderation: None,
+            timestamps: false,
         }
     }
 
@@ -136,6 +137,7 @@ pub struct CompletionQueueBuilder {
     mode: CompletionMode,
     vector: Option<u32>,
     moderation: Option<(u16, Duration)>,
+    timestamps: bool,
 }
 
 impl CompletionQueueBuilder {
@@ -179,10 +181,23 @@ impl CompletionQueueBuilder {
         self
     }
 
+    /// Requests the times at which the device completes operations, `ibv_create_cq_ex(3)`; default:
+    /// false. [`Operation::timestamped`](crate::op::Operation::timestamped) returns them.
+    ///
+    /// Each operation of such a queue costs more: a task no longer takes its completion straight
+    /// from the device. On ConnectX adapters, entries of the queue are not compressed.
+    #[must_use]
+    pub fn timestamps(mut self, timestamps: bool) -> Self {
+        self.timestamps = timestamps;
+        self
+    }
+
     /// Creates the queue.
     ///
     /// # Errors
     ///
+    /// - [`SetupError::Unsupported`] for timestamps if the device has no
+    ///   [clock](crate::types::DeviceAttr::clock);
     /// - [`SetupError::TooSmall`] for a capacity of 0;
     /// - [`SetupError::Limit`] for a capacity above the device's limit;
     /// - [`SetupError::Verb`] if the provider refuses: with EOPNOTSUPP if it has no moderation,
@@ -210,7 +225,10 @@ impl CompletionQueueBuilder {
     }
 
     fn create(&self, channel: Option<&Channel>, vector: u32) -> Result<Cq, SetupError> {
-        let create = |capacity| Cq::on_vector(&self.device, capacity, channel, vector, 0);
+        let create = |capacity| match self.timestamps {
+            true => Cq::timestamped(&self.device, capacity, channel, vector, 0),
+            false => Cq::on_vector(&self.device, capacity, channel, vector, 0),
+        };
         if let Some(capacity) = self.capacity {
             return create(capacity);
         }

@@ -22,7 +22,7 @@ use super::work_request_id::Owner;
 use crate::dispatch::DirectQueue;
 use crate::error::{LimitError, OpErrorKind, SetupError, VerbError};
 use crate::sync::{AtomicU32, Mutex, MutexGuard, Ordering, lock, try_lock};
-use crate::types::{WorkCompletion, WrId};
+use crate::types::{TimestampedCompletion, WorkCompletion, WrId};
 use crate::verbs::{Channel, Cq};
 
 /// Maximum completions taken at once: spreads the cost of a poll, but keeps the lock short.
@@ -56,15 +56,19 @@ pub(crate) struct Drainer {
     spin: SpinBudget,
     reactors: Reactors,
     state: Mutex<State>,
+    /// Not with timestamps.
     direct: Option<Arc<DirectQueue>>,
     cq: Cq,
     grows: bool,
+    is_timestamped: bool,
     channel: Option<Channel>,
 }
 
 /// The state under the lock of the thread that takes completions.
 struct State {
     completions: Vec<WorkCompletion>,
+    /// Takes the place of `completions` if the queue has timestamps; otherwise empty.
+    timestamped: Vec<TimestampedCompletion>,
     queues: Vec<Option<Attached>>,
     vacant: Vec<u32>,
     reserved: u32,
@@ -132,9 +136,12 @@ struct Attached {
 impl Drainer {
     /// If `grows`, the queue is resized when queue pairs need more entries.
     pub(super) fn new(cq: Cq, channel: Option<Channel>, mode: CompletionMode, grows: bool) -> Self {
+        let is_timestamped = cq.is_timestamped();
+        let timestamped = if is_timestamped { BATCH } else { 0 };
         Self {
             channel,
             grows,
+            is_timestamped,
             mode,
             waiting: AtomicU32::new(0),
             solicited: AtomicU32::new(0),
@@ -143,6 +150,7 @@ impl Drainer {
             reactors: Reactors::new(),
             state: Mutex::new(State {
                 completions: vec![WorkCompletion::EMPTY; FIRST_BATCH],
+                timestamped: vec![TimestampedCompletion::default(); timestamped],
                 queues: Vec::new(),
                 vacant: Vec::new(),
                 reserved: 0,
@@ -158,9 +166,13 @@ impl Drainer {
                 woken: WakeList::new(),
                 counters: CompletionQueueCounters::default(),
             }),
-            direct: cq.direct(),
+            direct: if is_timestamped { None } else { cq.direct() },
             cq,
         }
+    }
+
+    pub(super) const fn is_timestamped(&self) -> bool {
+        self.is_timestamped
     }
 
     pub(super) fn verbs(&self) -> &Cq {
@@ -347,10 +359,27 @@ impl Drainer {
             let found = direct.drain(BATCH, |wc| dispatch(queues, wc, woken));
             return self.count(state, found) == BATCH;
         }
+        if self.is_timestamped {
+            return self.drain_timestamped(state);
+        }
         self.finish_remaining(state);
         let found = self.cq.poll_device(&mut state.completions[..]);
         let taken = self.count(state, found);
         taken > 0 && self.finish_batch(state, 0, taken)
+    }
+
+    #[cold]
+    fn drain_timestamped(&self, state: &mut State) -> bool {
+        let found = self.cq.poll_device_timestamped(&mut state.timestamped);
+        let taken = self.count(state, found);
+        let State { timestamped, queues, woken, .. } = state;
+        for TimestampedCompletion { completion, timestamp } in timestamped.iter().take(taken) {
+            if let Some(Some(attached)) = queues.get(Owner::of(completion.wr_id).0 as usize) {
+                attached.queue.stamp(completion.wr_id, *timestamp);
+            }
+            dispatch(queues, completion, woken);
+        }
+        taken == BATCH
     }
 
     #[inline]

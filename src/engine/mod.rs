@@ -20,11 +20,11 @@
 //! # Lock order
 //!
 //! `QueuePairCore::change`, then `Drainer::state` (of several completion queues, by address), then
-//! `WorkQueue::state`, then the locks of `Failures`. The provider's lock of a completion queue that
-//! is read in place is taken under `Drainer::state`: before `WorkQueue::state` by dispatch, after
-//! it by a reset, which therefore holds both. Cloning, waking or dropping a waker and dropping a
-//! buffer can run user code, so [`wake_list`] and [`later`](rdma_provider::later) keep them until
-//! the locks are released.
+//! `WorkQueue::state`, then the locks of `Failures` and `WorkQueue::timestamps`. The provider's
+//! lock of a completion queue that is read in place is taken under `Drainer::state`: before
+//! `WorkQueue::state` by dispatch, after it by a reset, which therefore holds both. Cloning, waking
+//! or dropping a waker and dropping a buffer can run user code, so [`wake_list`] and
+//! [`later`](rdma_provider::later) keep them until the locks are released.
 
 mod arm;
 mod batch;

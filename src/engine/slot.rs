@@ -50,6 +50,8 @@ const FAILED: u16 = 128;
 const SOLICITED: u16 = 256;
 /// The work queue may have a completion waker.
 const NOTIFIES: u16 = 512;
+/// The completion has a timestamp, which only the dispatch of all completions records.
+const STAMPED: u16 = 1024;
 
 pub(crate) type Outcome = Result<WorkCompletion, OpErrorKind>;
 
@@ -167,6 +169,11 @@ impl<Q> Slot<Q> {
 
     pub(super) fn notifying(mut self) -> Self {
         self.submitted |= NOTIFIES;
+        self
+    }
+
+    pub(super) fn stamped(mut self) -> Self {
+        self.submitted |= STAMPED;
         self
     }
 
@@ -399,8 +406,10 @@ impl<Q> Slot<Q> {
         self.state.load(Ordering::Relaxed) & SOLICITED != 0
     }
 
-    pub(super) fn has_no_waker(&self) -> bool {
-        self.state.load(Ordering::Acquire) & PHASE == SUBMITTED
+    /// Returns true if the slot is in flight without a waker, and its operation may take its own
+    /// completion.
+    pub(super) fn may_take_own(&self) -> bool {
+        self.state.load(Ordering::Acquire) & (PHASE | STAMPED) == SUBMITTED
     }
 
     pub(super) fn rounds(&self) -> u32 {

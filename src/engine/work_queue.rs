@@ -34,7 +34,7 @@ use super::work_request_id::{Owner, index_of};
 use crate::error::{CompletionError, OpErrorKind, ReceiveLengths};
 use crate::memory::PdKey;
 use crate::sync::{Mutex, lock};
-use crate::types::{WcOpcode, WcStatus, WorkCompletion, WrId};
+use crate::types::{Timestamp, WcOpcode, WcStatus, WorkCompletion, WrId};
 
 /// Bytes of the two reference counts before the value in an `Arc`.
 const COUNTS: usize = 16;
@@ -63,6 +63,9 @@ pub(crate) struct WorkQueue {
     queue_pair: OnceLock<Weak<dyn Teardown>>,
     /// Set only if `limits.notifies`.
     completion_waker: OnceLock<Waker>,
+    /// The timestamps of the completed operations by the index of their slots; `None` if the
+    /// completion queue has none.
+    timestamps: Option<Mutex<Vec<Timestamp>>>,
 }
 
 impl WorkQueue {
@@ -80,6 +83,7 @@ impl WorkQueue {
             state: Mutex::new(WorkQueueState::new(device)),
             queue_pair: OnceLock::new(),
             completion_waker: OnceLock::new(),
+            timestamps: cq.is_timestamped().then(|| Mutex::new(Vec::new())),
             cq,
         }
     }
@@ -123,6 +127,7 @@ impl WorkQueue {
         let make = |index| {
             let slot = Slot::new(self.owner.first_id(index), self.is_polled());
             let slot = if self.limits.solicited { slot.solicited() } else { slot };
+            let slot = if self.timestamps.is_some() { slot.stamped() } else { slot };
             if self.limits.notifies { slot.notifying() } else { slot }
         };
         // SAFETY: C1: just claimed.
@@ -168,6 +173,27 @@ impl WorkQueue {
         if let Some(slot) = self.slots.first(index_of(wc.wr_id)) {
             prefetch::<1>(ptr::from_ref(slot).cast());
         }
+    }
+
+    /// Records the timestamp of a completion, before the operation is complete.
+    pub(super) fn stamp(&self, id: WrId, timestamp: Timestamp) {
+        let index = index_of(id) as usize;
+        // The slots limit the length.
+        if let (Some(timestamps), true) =
+            (&self.timestamps, self.slots.find(index_of(id)).is_some())
+        {
+            let mut timestamps = lock(timestamps);
+            if timestamps.len() <= index {
+                timestamps.resize(index + 1, Timestamp::default());
+            }
+            timestamps[index] = timestamp;
+        }
+    }
+
+    /// Returns the timestamp of the operation that has succeeded in the slot of `id`, which must
+    /// not have been released; `None` if the completion queue has no timestamps.
+    pub(crate) fn timestamp(&self, id: WrId) -> Option<Timestamp> {
+        lock(self.timestamps.as_ref()?).get(index_of(id) as usize).copied()
     }
 
     #[inline]

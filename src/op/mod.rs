@@ -36,7 +36,7 @@ pub(crate) use deadline::Work;
 pub use deadline::{DeadlineError, Revocable, Within};
 pub use destination::Destination;
 pub use lease::{Invalidate, Lease, PendingLease};
-pub use operation::Operation;
+pub use operation::{Operation, Timestamped};
 pub use path::PathConfig;
 pub(crate) use path::default_traffic_class;
 pub(crate) use posting::operations;

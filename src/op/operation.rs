@@ -9,7 +9,7 @@ use crate::coop::poll_budget;
 use crate::engine::{Claim, InFlight, OnFull, Refusal, WorkQueue, WorkRequest};
 use crate::error::{OpError, OpErrorKind, RemoteAccess, TryError};
 use crate::memory::{Gather, Sealed as _};
-use crate::types::{WorkCompletion, WrId};
+use crate::types::{Timestamp, WorkCompletion, WrId};
 
 /// The kind of an [`Operation`]: what it owns while it is in flight and what its future returns.
 /// This trait is sealed.
@@ -120,6 +120,18 @@ impl<F: OperationKind> Operation<F> {
         })
     }
 
+    /// Returns a future that also returns the time at which the device completed the operation. A
+    /// [`DeviceClock`](crate::verbs::DeviceClock) converts it to an `Instant`.
+    ///
+    /// The time is `None` if the completion queue was built without [timestamps]. Failures, atomic
+    /// operations and batches have no time; [`poll_timestamped`] returns that of each completion.
+    ///
+    /// [timestamps]: crate::completion::CompletionQueueBuilder::timestamps
+    /// [`poll_timestamped`]: crate::verbs::Cq::poll_timestamped
+    pub fn timestamped(self) -> Timestamped<F> {
+        Timestamped(self)
+    }
+
     pub(crate) fn refusal(&self) -> Option<OpErrorKind> {
         self.in_flight.refusal()
     }
@@ -169,6 +181,43 @@ impl<F: OperationKind> Future for Operation<F> {
     #[inline(always)]
     fn poll(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Self::Output> {
         self.poll_with(context, poll_budget)
+    }
+}
+
+/// An [`Operation`] that also returns its [`Timestamp`]: the future of
+/// [`Operation::timestamped`].
+///
+/// # Cancel safety
+///
+/// See [`Operation`].
+///
+/// # Panics
+///
+/// Panics if polled after completion.
+#[must_use = "it is already posted, but only awaiting it returns its result"]
+pub struct Timestamped<F: OperationKind>(Operation<F>);
+
+impl<F: OperationKind> Future for Timestamped<F> {
+    type Output = Result<(F::Output, Option<Timestamp>), OpError<F::Buffer>>;
+
+    fn poll(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Self::Output> {
+        let Operation { in_flight, accessed } = &mut self.0;
+        let posted = in_flight.posted().map(|(queue, id)| (queue.clone(), id));
+        // Called while the operation still has its slot, and so its timestamp.
+        let extract = |completion: &WorkCompletion| {
+            let timestamp = posted.as_ref().and_then(|(queue, id)| queue.timestamp(*id));
+            (F::details(completion), timestamp)
+        };
+        in_flight.poll(context, poll_budget, extract, |held, result| match result {
+            Ok((details, timestamp)) => Ok((F::finish(held, details), timestamp)),
+            Err(kind) => Err(failed::<F>(kind, *accessed, held)),
+        })
+    }
+}
+
+impl<F: OperationKind> fmt::Debug for Timestamped<F> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_tuple("Timestamped").field(&self.0).finish()
     }
 }
 

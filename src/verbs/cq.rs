@@ -3,12 +3,14 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::Duration;
 
+#[cfg(doc)]
+use super::DeviceClock;
 use super::async_events::{Fault, Listener};
 use super::{Channel, Device};
 use crate::dispatch;
 use crate::dispatch::CqCounters;
 use crate::error::{LimitError, SetupError, VerbError};
-use crate::types::{DeviceAttr, WorkCompletion};
+use crate::types::{DeviceAttr, TimestampedCompletion, WorkCompletion};
 use rdma_provider::contract::{Context as _, Cq as _};
 
 /// A completion queue of the verbs interface, `ibv_create_cq(3)`. Clones refer to the same queue.
@@ -39,6 +41,7 @@ struct Inner {
     device: Device,
     fault: Arc<Fault>,
     empty: AtomicU32,
+    is_timestamped: bool,
 }
 
 impl Drop for Inner {
@@ -81,6 +84,40 @@ impl Cq {
         vector: u32,
         cookie: u64,
     ) -> Result<Self, SetupError> {
+        Self::create(device, capacity, channel, vector, false, || {
+            device.context().create_cq(capacity, channel.map(Channel::raw), vector, cookie)
+        })
+    }
+
+    /// Creates a queue like [`on_vector`](Self::on_vector), with timestamps, `ibv_create_cq_ex(3)`.
+    /// [`poll_timestamped`](Self::poll_timestamped) returns them; [`DeviceClock`] converts them.
+    ///
+    /// # Errors
+    ///
+    /// See [`new`](Self::new). [`SetupError::Unsupported`] if the device has no
+    /// [clock](DeviceAttr::clock).
+    pub fn timestamped(
+        device: &Device,
+        capacity: u32,
+        channel: Option<&Channel>,
+        vector: u32,
+        cookie: u64,
+    ) -> Result<Self, SetupError> {
+        device.clock_attr()?;
+        Self::create(device, capacity, channel, vector, true, || {
+            let channel = channel.map(Channel::raw);
+            device.context().create_timestamped_cq(capacity, channel, vector, cookie)
+        })
+    }
+
+    fn create(
+        device: &Device,
+        capacity: u32,
+        channel: Option<&Channel>,
+        vector: u32,
+        is_timestamped: bool,
+        create: impl FnOnce() -> Result<dispatch::Cq, VerbError>,
+    ) -> Result<Self, SetupError> {
         let attr = device.attr();
         Self::check_capacity(attr, capacity)?;
         LimitError::check(
@@ -90,12 +127,11 @@ impl Cq {
         )?;
         let same_device = channel.is_none_or(|channel| channel.device().same(device));
         SetupError::check_same(same_device, "completion channel")?;
-        let raw =
-            device.context().create_cq(capacity, channel.map(Channel::raw), vector, cookie)?;
+        let raw = create()?;
         let fault = Fault::new(raw.id());
         device.async_events().watch(&fault);
         let (channel, device, empty) = (channel.cloned(), device.clone(), AtomicU32::new(0));
-        Ok(Self { inner: Arc::new(Inner { raw, channel, device, fault, empty }) })
+        Ok(Self { inner: Arc::new(Inner { raw, channel, device, fault, empty, is_timestamped }) })
     }
 
     /// Returns the number by which asynchronous events name the queue.
@@ -121,6 +157,32 @@ impl Cq {
             Ok(0) => self.after_empty_poll(),
             found => found,
         }
+    }
+
+    /// Moves the oldest completions to `out`, with the times at which the device wrote them, and
+    /// returns their number, `ibv_start_poll(3)`. [`poll`](Self::poll) works too, and forgets the
+    /// times.
+    ///
+    /// # Errors
+    ///
+    /// See [`poll`](Self::poll); EINVAL for a queue without timestamps.
+    pub fn poll_timestamped(&self, out: &mut [TimestampedCompletion]) -> Result<usize, VerbError> {
+        match self.poll_device_timestamped(out) {
+            Ok(0) => self.after_empty_poll(),
+            found => found,
+        }
+    }
+
+    /// Polls the device only, see [`poll_device`](Self::poll_device).
+    pub(crate) fn poll_device_timestamped(
+        &self,
+        out: &mut [TimestampedCompletion],
+    ) -> Result<usize, VerbError> {
+        self.inner.raw.poll_timestamped(out)
+    }
+
+    pub(crate) fn is_timestamped(&self) -> bool {
+        self.inner.is_timestamped
     }
 
     /// If this returns 0, the caller calls [`after_empty_poll`](Self::after_empty_poll).

@@ -16,7 +16,8 @@ use crate::dispatch::Context;
 use crate::error::{OpenError, SetupError, UdpError, VerbError};
 use crate::forked::Opened;
 use crate::types::{
-    AsyncEvent, DcAttr, DeviceAttr, Gid, GidEntry, PortAttr, PortNum, PortState, Psn, RankedGid,
+    AsyncEvent, ClockAttr, DcAttr, DeviceAttr, Gid, GidEntry, PortAttr, PortNum, PortState, Psn,
+    RankedGid,
 };
 use rdma_provider::contract::Context as _;
 use rdma_soft as soft;
@@ -246,6 +247,11 @@ impl Device {
     pub(crate) fn dc(&self) -> Result<DcAttr, SetupError> {
         let what = "the device lacks the dynamically connected transport (DC)";
         self.attr().dc.ok_or(SetupError::Unsupported { what })
+    }
+
+    pub(crate) fn clock_attr(&self) -> Result<ClockAttr, SetupError> {
+        let what = "the device lacks completion timestamps";
+        self.attr().clock.ok_or(SetupError::Unsupported { what })
     }
 
     /// Returns the current attributes of a port, `ibv_query_port(3)`.

@@ -25,7 +25,8 @@ pub(crate) struct Side {
 impl Side {
     fn new(device: &tokio_rdma::Device, shape: &Shape<'_>) -> Self {
         let pd = device.protection_domain().unwrap();
-        let queue = CompletionQueue::new(device, shape.mode.clone()).unwrap();
+        let queue = CompletionQueue::builder(device).mode(shape.mode.clone());
+        let queue = queue.timestamps(shape.timestamps).build().unwrap();
         let builder = QueuePair::builder(&pd, &queue).transport(shape.transport);
         let builder = if shape.transport == Transport::Ud { builder.qkey(QKEY) } else { builder };
         let qp = (shape.build)(builder).build().unwrap();
@@ -76,6 +77,7 @@ impl Side {
 pub(crate) struct Shape<'a> {
     pub(crate) transport: Transport,
     pub(crate) mode: CompletionMode,
+    pub(crate) timestamps: bool,
     pub(crate) mtu: Mtu,
     pub(crate) buffer_size: usize,
     pub(crate) options: RetryConfig,
@@ -87,6 +89,7 @@ impl Shape<'_> {
         Self {
             transport,
             mode: super::mode(mode),
+            timestamps: false,
             mtu: Mtu::Mtu4096,
             buffer_size: 16384,
             options: match crate::wire() {

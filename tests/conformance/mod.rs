@@ -23,6 +23,7 @@ mod raw_handles;
 mod registrations;
 mod shared;
 mod states;
+mod timestamps;
 mod transitions;
 mod walk;
 mod windows;

@@ -24,8 +24,8 @@ use super::{Ibverbs, convert, sys};
 use rdma_provider::VerbError;
 use rdma_provider::contract::{self, Context as _, Pd as _, QpInit};
 use rdma_provider::types::{
-    AsyncEvent, AtomicCapability, DeviceAttr, DirectConfig, GidEntry, GidKind, PortAttr, PortNum,
-    QpCaps, Qpn, SrqCaps, Transport, WireProtocol,
+    AsyncEvent, AtomicCapability, ClockAttr, DeviceAttr, DirectConfig, GidEntry, GidKind, PortAttr,
+    PortNum, QpCaps, Qpn, SrqCaps, Timestamp, Transport, WireProtocol,
 };
 
 /// The device list of `ibv_get_device_list(3)`, freed on drop.
@@ -188,7 +188,7 @@ impl Context {
             }
         }
         let pd = Pd::new(self.raw, self.attr.clone(), Posting::Direct(device))?;
-        let cq = Cq::new(self.raw, 2, None, 0, 0, Some(device))?;
+        let cq = Cq::new(self.raw, 2, None, 0, 0, Some(device), false)?;
         let srq = match self.attr.max_srq {
             0 => None,
             _ => Some(pd.create_srq(SrqCaps { max_wr: 1, max_sge: 1 })?),
@@ -253,6 +253,7 @@ impl Context {
         let windows = ibv_device_cap_flags::IBV_DEVICE_MEM_WINDOW_TYPE_2A
             | ibv_device_cap_flags::IBV_DEVICE_MEM_WINDOW_TYPE_2B;
         attr.max_mw = if raw.device_cap_flags & windows.0 != 0 { count(raw.max_mw) } else { 0 };
+        attr.clock = ClockAttr::new(all.hca_core_clock, all.completion_timestamp_mask);
         attr.on_demand_paging =
             all.odp_caps.general_caps & u64::from(ibv_odp_general_caps::IBV_ODP_SUPPORT.0) != 0;
         attr.atomic = match raw.atomic_cap {
@@ -423,7 +424,35 @@ impl contract::Context<Ibverbs> for Context {
         vector: u32,
         cookie: u64,
     ) -> Result<Cq, VerbError> {
-        Cq::new(self.raw, capacity, channel, vector, cookie, self.posting.direct())
+        Cq::new(self.raw, capacity, channel, vector, cookie, self.posting.direct(), false)
+    }
+
+    fn create_timestamped_cq(
+        &self,
+        capacity: u32,
+        channel: Option<&Channel>,
+        vector: u32,
+        cookie: u64,
+    ) -> Result<Cq, VerbError> {
+        Cq::new(self.raw, capacity, channel, vector, cookie, self.posting.direct(), true)
+    }
+
+    fn read_clock(&self) -> Result<Timestamp, VerbError> {
+        const VERB: &str = "ibv_query_rt_values_ex";
+        let raw_clock = ibv_values_mask::IBV_VALUES_MASK_RAW_CLOCK.0;
+        // SAFETY: S3: zeros are valid; the context is open.
+        let values: ibv_values_ex = unsafe {
+            filled(VERB, |values: *mut ibv_values_ex| {
+                (*values).comp_mask = raw_clock;
+                ibv_query_rt_values_ex(self.raw.as_ptr(), values)
+            })
+        }?;
+        if values.comp_mask & raw_clock == 0 {
+            return Err(VerbError::new(VERB, VerbError::EOPNOTSUPP));
+        }
+        // libmlx5 puts all bits of its clock into the nanoseconds.
+        let seconds = (values.raw_clock.tv_sec as u64).wrapping_mul(1_000_000_000);
+        Ok(Timestamp(seconds.wrapping_add(values.raw_clock.tv_nsec as u64)))
     }
 
     fn create_cm_channel(&self) -> Result<super::cm::CmChannel, VerbError> {

@@ -15,7 +15,9 @@ use super::{convert, sys};
 use rdma_provider::VerbError;
 use rdma_provider::contract;
 use rdma_provider::locks::Mutex;
-use rdma_provider::types::WorkCompletion;
+use rdma_provider::types::{
+    Qpn, Timestamp, TimestampedCompletion, WcFlags, WcOpcode, WcStatus, WorkCompletion, WrId,
+};
 
 /// A completion queue, `ibv_cq`.
 #[derive(Debug)]
@@ -25,6 +27,8 @@ pub struct Cq {
     capacity: Mutex<u32>,
     events: Arc<Events>,
     direct: Option<Arc<CompletionQueue>>,
+    /// The same queue, if it has timestamps. Locked while it is polled.
+    extended: Option<Mutex<NonNull<ibv_cq_ex>>>,
 }
 
 // SAFETY: S3: libibverbs is thread-safe.
@@ -47,7 +51,8 @@ impl Cq {
         channel: Option<&Channel>,
         vector: u32,
         cookie: u64,
-        direct: Option<Device>,
+        mut direct: Option<Device>,
+        timestamps: bool,
     ) -> Result<Self, VerbError> {
         let verb = "ibv_create_cq";
         let (Ok(capacity), Ok(vector)) = (capacity.try_into(), vector.try_into()) else {
@@ -62,7 +67,19 @@ impl Cq {
         // Opaque to libibverbs, which returns it with each event.
         let cq_context = Arc::as_ptr(&events).cast_mut().cast();
         let new = NewCompletionQueue { context, capacity, cq_context, channel, vector };
+        let mut extended = None;
         let raw = match direct {
+            _ if timestamps => {
+                // SAFETY: S3: the context is open and owns the channel, if any.
+                let queue = unsafe { create_timestamped(new) }?;
+                extended = Some(Mutex::new(queue));
+                // Entries of a compressed session have no timestamps.
+                if let Some(device) = &mut direct {
+                    device.compressed = false;
+                }
+                // An extended queue begins with a plain one, `ibv_cq_ex_to_cq`.
+                queue.cast()
+            }
             // SAFETY: S3: the context is open and owns the channel, if any.
             Some(device) if device.compressed => unsafe { direct::create_compressed(new) }?,
             _ => sys::handle(verb, {
@@ -73,7 +90,7 @@ impl Cq {
         // SAFETY: S3: the queue is alive, and nothing else uses it yet.
         let capacity = Mutex::new(unsafe { granted(raw) });
         // From here on, an error destroys the queue.
-        let mut made = Self { raw, capacity, events, direct: None };
+        let mut made = Self { raw, capacity, events, direct: None, extended };
         if let Some(direct) = direct {
             // SAFETY: S3: new, and destroyed after the queue pairs that refer to it.
             made.direct = Some(Arc::new(unsafe { direct.completion_queue(raw) }?));
@@ -112,6 +129,17 @@ impl contract::Cq for Cq {
         let found = unsafe { ibv_poll_cq(self.raw(), wanted, convert::completions(out)) };
         // Some drivers return codes of their own; none sets `errno`.
         usize::try_from(found).map_err(|_| VerbError::new("ibv_poll_cq", VerbError::EIO))
+    }
+
+    fn poll_timestamped(&self, out: &mut [TimestampedCompletion]) -> Result<usize, VerbError> {
+        let Some(extended) = &self.extended else {
+            return Err(VerbError::new("ibv_start_poll", VerbError::EINVAL));
+        };
+        if let Some(direct) = self.direct() {
+            return direct.poll_timestamped(out);
+        }
+        // SAFETY: S3: the queue is alive, has all fields of `FIELDS`, and is locked.
+        unsafe { poll_extended(*extended.lock(), out) }
     }
 
     fn arm(&self, solicited_only: bool) -> Result<(), VerbError> {
@@ -169,6 +197,109 @@ impl contract::Cq for Cq {
         }
         // SAFETY: S3: the queue is alive; at least as many events were taken.
         unsafe { ibv_ack_cq_events(self.raw(), counted) };
+    }
+}
+
+/// The fields of a completion that libibverbs reads. The number of the partition key is not among
+/// them.
+const FIELDS: u32 = {
+    use ibv_create_cq_wc_flags as field;
+    field::IBV_WC_EX_WITH_BYTE_LEN.0
+        | field::IBV_WC_EX_WITH_IMM.0
+        | field::IBV_WC_EX_WITH_QP_NUM.0
+        | field::IBV_WC_EX_WITH_SRC_QP.0
+        | field::IBV_WC_EX_WITH_SLID.0
+        | field::IBV_WC_EX_WITH_SL.0
+        | field::IBV_WC_EX_WITH_DLID_PATH_BITS.0
+        | field::IBV_WC_EX_WITH_COMPLETION_TIMESTAMP.0
+};
+
+/// Creates a completion queue with timestamps.
+///
+/// # Safety
+///
+/// The context is open and owns the channel, if any.
+unsafe fn create_timestamped(new: NewCompletionQueue) -> Result<NonNull<ibv_cq_ex>, VerbError> {
+    const VERB: &str = "ibv_create_cq_ex";
+    let invalid = |_| VerbError::new(VERB, VerbError::EINVAL);
+    // SAFETY: S3: zeros are valid.
+    let mut attr: ibv_cq_init_attr_ex = unsafe { mem::zeroed() };
+    attr.cqe = new.capacity.try_into().map_err(invalid)?;
+    attr.comp_vector = new.vector.try_into().map_err(invalid)?;
+    (attr.cq_context, attr.channel) = (new.cq_context, new.channel);
+    attr.wc_flags = FIELDS.into();
+    // SAFETY: S3: the caller's promise; the attributes are local.
+    sys::handle(VERB, unsafe { ibv_create_cq_ex(new.context.as_ptr(), &raw mut attr) })
+}
+
+/// Moves the oldest completions to `out` and returns their number.
+///
+/// # Safety
+///
+/// The queue is alive and was created with [`FIELDS`], and no other thread polls it.
+unsafe fn poll_extended(
+    cq: NonNull<ibv_cq_ex>,
+    out: &mut [TimestampedCompletion],
+) -> Result<usize, VerbError> {
+    /// ENOENT of `errno(3)`: the queue is empty.
+    const EMPTY: i32 = 2;
+    let mut attr = ibv_poll_cq_attr { comp_mask: 0 };
+    let mut found = 0;
+    for target in out {
+        // SAFETY: S3: the caller's promise; `ibv_start_poll(3)` comes first.
+        let result = unsafe {
+            match found {
+                0 => ibv_start_poll(cq.as_ptr(), &raw mut attr),
+                _ => ibv_next_poll(cq.as_ptr()),
+            }
+        };
+        match (result, found) {
+            // SAFETY: S3: the caller's promise; the poll has found a completion.
+            (0, _) => *target = unsafe { current(cq) },
+            // A poll that does not start does not end either.
+            (EMPTY, 0) => return Ok(0),
+            (_, 0) => return Err(VerbError::new("ibv_start_poll", VerbError::EIO)),
+            // The next poll reports an error.
+            _ => break,
+        }
+        found += 1;
+    }
+    if found > 0 {
+        // SAFETY: S3: the caller's promise; the poll was started.
+        unsafe { ibv_end_poll(cq.as_ptr()) };
+    }
+    Ok(found)
+}
+
+/// Reads the completion that a poll has found.
+///
+/// # Safety
+///
+/// The queue was created with [`FIELDS`] and is between a successful poll and its end.
+unsafe fn current(cq: NonNull<ibv_cq_ex>) -> TimestampedCompletion {
+    let raw = cq.as_ptr();
+    let mut completion = WorkCompletion::EMPTY;
+    // SAFETY: S3: for all of them: the caller's promise.
+    unsafe {
+        completion.wr_id = WrId((*raw).wr_id);
+        completion.status = WcStatus((*raw).status);
+        completion.qpn = Qpn(ibv_wc_read_qp_num(raw));
+        // The other fields of a failure are not defined.
+        if !completion.status.is_success() {
+            completion.vendor_error = ibv_wc_read_vendor_err(raw);
+            return TimestampedCompletion { completion, timestamp: Timestamp(0) };
+        }
+        completion.opcode = WcOpcode(ibv_wc_read_opcode(raw));
+        completion.byte_len = ibv_wc_read_byte_len(raw);
+        completion.flags = WcFlags::from_bits_retain(ibv_wc_read_wc_flags(raw));
+        if completion.flags.intersects(WcFlags::WITH_IMM | WcFlags::WITH_INV) {
+            completion.imm_or_rkey = ibv_wc_read_imm_data(raw);
+        }
+        completion.src_qpn = Qpn(ibv_wc_read_src_qp(raw));
+        completion.src_lid = ibv_wc_read_slid(raw) as u16;
+        completion.service_level = ibv_wc_read_sl(raw);
+        completion.dest_path_bits = ibv_wc_read_dlid_path_bits(raw);
+        TimestampedCompletion { completion, timestamp: Timestamp(ibv_wc_read_completion_ts(raw)) }
     }
 }
 

@@ -19,7 +19,7 @@ use crate::error::VerbError;
 use crate::types::{
     Access, AddressVector, AsyncEvent, DcKey, DeviceAttr, DirectConfig, Gid, Lkey, PortAttr,
     PortNum, QpAttr, QpCaps, QpState, Qpn, RecvWr, RemoteAddr, Rkey, SendFlags, SendOp, SendWr,
-    Sge, SrqCaps, Transport, WorkCompletion, WrId,
+    Sge, SrqCaps, Timestamp, TimestampedCompletion, Transport, WorkCompletion, WrId,
 };
 
 /// The object types of a provider.
@@ -101,6 +101,20 @@ pub trait Context<P: Provider>: Debug + Send + Sync {
         vector: u32,
         cookie: u64,
     ) -> Result<P::Cq, VerbError>;
+
+    /// Creates a completion queue with timestamps, `ibv_create_cq_ex(3)`, like
+    /// [`create_cq`](Self::create_cq). EOPNOTSUPP if [`DeviceAttr::clock`] is `None`.
+    fn create_timestamped_cq(
+        &self,
+        capacity: u32,
+        channel: Option<&P::Channel>,
+        vector: u32,
+        cookie: u64,
+    ) -> Result<P::Cq, VerbError>;
+
+    /// Reads the clock that stamps completions, `ibv_query_rt_values_ex(3)`. EOPNOTSUPP if
+    /// [`DeviceAttr::clock`] is `None`, or the clock cannot be read.
+    fn read_clock(&self) -> Result<Timestamp, VerbError>;
 
     /// Creates an event channel of the connection manager, `rdma_create_event_channel(3)`. Its ids
     /// may use other devices, see [`CmRoute`](super::cm_contract::CmRoute). EOPNOTSUPP without a
@@ -362,6 +376,10 @@ pub trait Cq: Debug + Send + Sync {
     ///
     /// Fails permanently after an overrun, and for a lost device once the queue is empty.
     fn poll(&self, out: &mut [WorkCompletion]) -> Result<usize, VerbError>;
+
+    /// Polls a queue with timestamps like [`poll`](Self::poll), `ibv_start_poll(3)`. EINVAL for a
+    /// queue without timestamps.
+    fn poll_timestamped(&self, out: &mut [TimestampedCompletion]) -> Result<usize, VerbError>;
 
     /// Returns whether a poll would find neither a completion nor a failure. `None` if only a poll
     /// shows that, or a write to memory that is shared with the device or other pollers.

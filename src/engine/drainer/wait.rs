@@ -89,7 +89,7 @@ impl Drainer {
     ) -> Poll<Option<S>> {
         let rounds = slot.rounds();
         // A watched slot holds a waker and is finished through the slot.
-        if slot.has_no_waker()
+        if slot.may_take_own()
             && let Some(state) = try_lock(&self.state)
         {
             let extract = |completion: &WorkCompletion| {

@@ -48,7 +48,7 @@ fn completion_of_an_operation_that_does_not_wait_stays_in_the_slot() {
     assert!(!slot.claim(1), "it is taken");
     assert_eq!((slot.id(), slot.parts(), slot.in_flight()), (ID, 1, Some(ID)));
     assert!(
-        slot.is_new() && slot.has_no_waker() && slot.is_current(ID) && has_no_waker_in(&slot, ID)
+        slot.is_new() && slot.may_take_own() && slot.is_current(ID) && has_no_waker_in(&slot, ID)
     );
     assert!(!slot.is_complete() && !slot.is_current(WrId(8)) && !has_no_waker_in(&slot, WrId(8)));
     assert!(slot.wake_to_repoll().is_none(), "nothing waits");
@@ -58,7 +58,7 @@ fn completion_of_an_operation_that_does_not_wait_stays_in_the_slot() {
     assert!(!slot.is_complete());
     assert!(complete(&slot, ID));
     assert!(
-        slot.is_complete() && !slot.is_new() && !slot.has_no_waker() && slot.in_flight().is_none()
+        slot.is_complete() && !slot.is_new() && !slot.may_take_own() && slot.in_flight().is_none()
     );
     assert!(!slot.is_current(ID) && !has_no_waker_in(&slot, ID));
     assert!(slot.outcome(|outcome| outcome.is_ok_and(|completion| completion.wr_id == ID)));
@@ -90,7 +90,7 @@ fn operation_that_waits_is_woken_by_its_latest_waker() {
     assert_eq!(slot.register(earlier.clone(), &mut discarded), Registered::Fresh);
     assert!(
         !slot.is_new()
-            && !slot.has_no_waker()
+            && !slot.may_take_own()
             && !has_no_waker_in(&slot, ID)
             && slot.is_current(ID)
     );
@@ -101,7 +101,7 @@ fn operation_that_waits_is_woken_by_its_latest_waker() {
 
     let (waker, stopped_waiting) = slot.wake_to_repoll().expect("it waits");
     assert!(stopped_waiting && waker.data() == later.data());
-    assert!(slot.has_no_waker() && slot.wake_to_repoll().is_none());
+    assert!(slot.may_take_own() && slot.wake_to_repoll().is_none());
     assert_eq!(slot.register(waker.clone(), &mut discarded), Registered::Fresh);
     let Finished::Wake(waker) = slot.finish(ID, Err(OpErrorKind::Closed)) else {
         panic!("it waits")
@@ -120,13 +120,23 @@ fn spin_rounds_start_at_zero_in_each_generation() {
     slot.spin(3);
     assert_eq!(slot.rounds(), 3);
     assert!(
-        !slot.is_new() && slot.has_no_waker() && has_no_waker_in(&slot, ID),
+        !slot.is_new() && slot.may_take_own() && has_no_waker_in(&slot, ID),
         "it has spun and does not wait"
     );
     assert!(complete(&slot, ID) && slot.is_complete());
     slot.free();
     assert!(slot.claim(1));
     assert_eq!(slot.rounds(), 0);
+}
+
+#[test]
+fn operation_with_a_timestamp_never_takes_its_own_completion() {
+    let slot = slot().stamped();
+    assert!(slot.claim(1));
+    assert!(!slot.is_new() && !slot.may_take_own());
+    assert!(slot.is_current(ID) && has_no_waker_in(&slot, ID));
+    assert!(complete(&slot, ID) && slot.is_complete());
+    slot.free();
 }
 
 #[test]

@@ -250,9 +250,15 @@ methods! {
     next_poll: fn ibv_next_poll() -> c_int;
     end_poll: fn ibv_end_poll();
     read_opcode: fn ibv_wc_read_opcode() -> ibv_wc_opcode::Type;
+    read_vendor_err: fn ibv_wc_read_vendor_err() -> u32;
     read_byte_len: fn ibv_wc_read_byte_len() -> u32;
+    read_imm_data: fn ibv_wc_read_imm_data() -> u32;
     read_qp_num: fn ibv_wc_read_qp_num() -> u32;
+    read_src_qp: fn ibv_wc_read_src_qp() -> u32;
     read_wc_flags: fn ibv_wc_read_wc_flags() -> c_uint;
+    read_slid: fn ibv_wc_read_slid() -> u32;
+    read_sl: fn ibv_wc_read_sl() -> u8;
+    read_dlid_path_bits: fn ibv_wc_read_dlid_path_bits() -> u8;
     read_completion_ts: fn ibv_wc_read_completion_ts() -> u64;
 }
 

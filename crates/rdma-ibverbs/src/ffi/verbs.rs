@@ -147,6 +147,9 @@ flags! {
         IBV_WC_EX_WITH_IMM = 1 << 1,
         IBV_WC_EX_WITH_QP_NUM = 1 << 2,
         IBV_WC_EX_WITH_SRC_QP = 1 << 3,
+        IBV_WC_EX_WITH_SLID = 1 << 4,
+        IBV_WC_EX_WITH_SL = 1 << 5,
+        IBV_WC_EX_WITH_DLID_PATH_BITS = 1 << 6,
         IBV_WC_EX_WITH_COMPLETION_TIMESTAMP = 1 << 7,
     }
     ibv_values_mask {

@@ -63,7 +63,7 @@ pub(crate) fn query(context: NonNull<ibv_context>, device: &DeviceAttr) -> Optio
 
 fn try_both(context: NonNull<ibv_context>, device: DeviceAttr) -> Result<(), VerbError> {
     let pd = Pd::new(context, device, Posting::Extended)?;
-    let cq = Cq::new(context, 2, None, 0, 0, None)?;
+    let cq = Cq::new(context, 2, None, 0, 0, None, false)?;
     let srq = pd.create_srq(SrqCaps { max_wr: 1, max_sge: 1 })?;
     let caps =
         QpCaps { max_send_wr: 1, max_recv_wr: 0, max_send_sge: 1, max_recv_sge: 0, max_inline: 0 };

@@ -80,6 +80,8 @@ pub struct DeviceAttr {
     pub places_by_key: bool,
     /// Dynamically connected transport; `None` if unsupported or built without feature `mlx5`.
     pub dc: Option<DcAttr>,
+    /// The clock that stamps completions; `None` if completions carry no timestamps.
+    pub clock: Option<ClockAttr>,
     /// The code that posts work requests and polls completions.
     pub data_path: DataPath,
 }
@@ -127,6 +129,7 @@ impl DeviceAttr {
             dma_buf: false,
             places_by_key: false,
             dc: None,
+            clock: None,
             data_path: DataPath::Software,
         }
     }
@@ -191,6 +194,26 @@ impl DcAttr {
     #[must_use]
     pub const fn new(max_rd_atomic: u8, max_init_rd_atomic: u8) -> Self {
         Self { max_rd_atomic, max_init_rd_atomic }
+    }
+}
+
+/// The clock of a device, `ibv_query_device_ex(3)`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct ClockAttr {
+    /// Nominal frequency in kilohertz, `hca_core_clock`; not 0.
+    pub khz: u64,
+    /// The bits of a [`Timestamp`](super::Timestamp), `completion_timestamp_mask`: the low bits,
+    /// which wrap around. Not 0.
+    pub mask: u64,
+}
+
+impl ClockAttr {
+    /// Returns the attributes of a clock; `None` if either is 0, which means that there is no
+    /// clock.
+    #[must_use]
+    pub const fn new(khz: u64, mask: u64) -> Option<Self> {
+        if khz == 0 || mask == 0 { None } else { Some(Self { khz, mask }) }
     }
 }
 

@@ -20,8 +20,8 @@ mod wr;
 pub use access::Access;
 pub use addr::{AddressVector, Gid, GidEntry, GidKind, LinkLayer, Mtu, StaticRate};
 pub use caps::{
-    AtomicCapability, DataPath, DcAttr, DeviceAttr, PhysicalState, PortAttr, PortState, QpCaps,
-    SrqCaps, WireProtocol,
+    AtomicCapability, ClockAttr, DataPath, DcAttr, DeviceAttr, PhysicalState, PortAttr, PortState,
+    QpCaps, SrqCaps, WireProtocol,
 };
 pub use cm::RejectReason;
 pub use direct::{DirectConfig, ScatterToCqe};
@@ -31,7 +31,7 @@ pub use qp::{AckTimeout, QpAttr, QpAttrMask, QpState, RnrTimer, Transport};
 pub use transition::{
     Transition, TransitionError, check_dct_transition, check_transition, dct_transition, transition,
 };
-pub use wc::{WcFlags, WcOpcode, WcStatus, WorkCompletion};
+pub use wc::{Timestamp, TimestampedCompletion, WcFlags, WcOpcode, WcStatus, WorkCompletion};
 pub use wr::{
     Data, DctTarget, RecvWr, RemoteAddr, SendFlags, SendOp, SendTarget, SendWr, Sge, UdTarget,
     WindowBind,

@@ -227,6 +227,20 @@ impl WorkCompletion {
     };
 }
 
+/// The time of a device's clock, in ticks of [`ClockAttr::khz`](super::ClockAttr::khz), as
+/// `ibv_wc_read_completion_ts(3)` returns it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
+pub struct Timestamp(pub u64);
+
+/// A completion and the time at which the device wrote it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct TimestampedCompletion {
+    /// The completion.
+    pub completion: WorkCompletion,
+    /// The time; 0 if the work request has failed.
+    pub timestamp: Timestamp,
+}
+
 impl Default for WorkCompletion {
     fn default() -> Self {
         Self::EMPTY

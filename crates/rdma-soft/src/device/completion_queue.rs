@@ -1,16 +1,18 @@
 //! Completion queues.
 
+use std::collections::VecDeque;
 use std::fmt;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, AtomicUsize, Ordering};
 
 use rdma_provider::locks::Mutex;
 
-use rdma_provider::types::{AsyncEvent, Qpn, WorkCompletion};
+use rdma_provider::types::{AsyncEvent, Qpn, Timestamp, TimestampedCompletion, WorkCompletion};
 
 use super::completion_channel::{Channel, Subscriber};
 use super::events::Events;
 use super::shared_receive_queue::SrqInner;
+use crate::net::scheduler::Scheduler;
 use crate::ring::Ring;
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
@@ -63,9 +65,27 @@ struct Attached {
     srq: Option<Arc<SrqInner>>,
 }
 
+/// The times of the entries of a queue with timestamps, by the clock of the network.
+struct Stamps {
+    clock: Arc<Scheduler>,
+    /// Of the entries in order, after those of entries that were polled without their times.
+    times: VecDeque<u64>,
+}
+
+impl Stamps {
+    /// Forgets the times of entries that were polled without them.
+    fn trim(&mut self, entries: usize) {
+        let polled = self.times.len().saturating_sub(entries);
+        self.times.drain(..polled);
+    }
+}
+
 pub(crate) struct State {
     pub(crate) entries: Ring<Entry>,
-    pub(crate) arm: Arm,
+    arm: Arm,
+    stamps: Option<Stamps>,
+    /// The queue is armed or has timestamps.
+    watched: bool,
     pub(crate) health: Health,
     attached: Vec<Option<Attached>>,
     vacant: Vec<u32>,
@@ -84,6 +104,42 @@ pub struct CqCounters {
 }
 
 impl State {
+    pub(crate) fn arm(&mut self, wanted: Arm) {
+        // Arming for solicited completions does not downgrade an arm for all.
+        self.arm = self.arm.max(wanted);
+        self.watched = true;
+    }
+
+    /// Returns true if a poll fails: after an overrun, and on a lost device without entries.
+    pub(crate) fn is_exhausted(&self) -> bool {
+        match self.health {
+            Health::Good => false,
+            Health::Lost => self.entries.is_empty(),
+            Health::Overrun => true,
+        }
+    }
+
+    pub(crate) const fn has_stamps(&self) -> bool {
+        self.stamps.is_some()
+    }
+
+    /// Takes entries like [`take`](Self::take), with their times.
+    pub(crate) fn take_stamped(&mut self, out: &mut [TimestampedCompletion]) -> usize {
+        let before = self.entries.len();
+        if let Some(stamps) = &mut self.stamps {
+            stamps.trim(before);
+        }
+        for (count, target) in out.iter_mut().enumerate() {
+            if self.take(std::slice::from_mut(&mut target.completion)) == 0 {
+                return count;
+            }
+            let time = self.stamps.as_mut().and_then(|stamps| stamps.times.pop_front());
+            let succeeded = target.completion.status.is_success();
+            target.timestamp = Timestamp(time.filter(|_| succeeded).unwrap_or(0));
+        }
+        out.len()
+    }
+
     /// Returns the entry count, at least 1 for a failed queue so that polling returns the error.
     pub(crate) fn left(&self) -> usize {
         self.entries.len().max(usize::from(self.health != Health::Good))
@@ -146,6 +202,7 @@ impl CqInner {
         events: &Arc<Events>,
         channel: Option<&Channel>,
         cookie: u64,
+        clock: Option<&Arc<Scheduler>>,
     ) -> Arc<Self> {
         let channel = channel.map(|channel| {
             (channel.clone(), Arc::new(Subscriber { cookie, unacknowledged: AtomicU32::new(0) }))
@@ -159,6 +216,8 @@ impl CqInner {
             state: Mutex::new(State {
                 entries: Ring::new(),
                 arm: Arm::Off,
+                watched: clock.is_some(),
+                stamps: clock.map(|clock| Stamps { clock: clock.clone(), times: VecDeque::new() }),
                 health: Health::Good,
                 attached: Vec::new(),
                 vacant: Vec::new(),
@@ -205,16 +264,26 @@ impl CqInner {
         state.counters.completions += 1;
         // Release pairs with the acquire in `poll`; the lock orders the rest.
         self.waiting.store(state.entries.len(), Ordering::Release);
-        if state.arm != Arm::Off {
-            self.fire(state, solicited || !completion.status.is_success());
+        if state.watched {
+            self.stamp_and_fire(state, solicited || !completion.status.is_success());
         }
         Ok(())
+    }
+
+    #[cold]
+    fn stamp_and_fire(&self, state: &mut State, solicited: bool) {
+        if let Some(stamps) = &mut state.stamps {
+            stamps.trim(state.entries.len() - 1);
+            stamps.times.push_back(stamps.clock.now());
+        }
+        self.fire(state, solicited);
     }
 
     #[cold]
     fn fire(&self, state: &mut State, solicited: bool) {
         if state.arm == Arm::Next || solicited && state.arm != Arm::Off {
             state.arm = Arm::Off;
+            state.watched = state.has_stamps();
             if let Some((channel, subscriber)) = &self.channel {
                 state.counters.events += 1;
                 channel.0.push(Arc::clone(subscriber));
@@ -252,8 +321,16 @@ impl CqInner {
             .get(owner as usize)
             .and_then(Option::as_ref)
             .and_then(|it| it.srq.as_ref());
+        let mut times = None;
+        if let Some(stamps) = &mut state.stamps {
+            stamps.trim(state.entries.len());
+            times = Some((std::mem::take(&mut stamps.times), &mut stamps.times));
+        }
         state.entries.retain(|entry| {
             let keep = entry.owner != owner;
+            if let Some((all, kept)) = &mut times {
+                kept.extend(all.pop_front().filter(|_| keep));
+            }
             if let (false, Frees::Shared, Some(srq)) = (keep, entry.frees, shared) {
                 srq.release();
             }

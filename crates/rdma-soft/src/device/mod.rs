@@ -65,7 +65,7 @@ use super::roce::requester::SendCounters;
 use super::roce::responder::ReceiveCounters;
 use rdma_provider::VerbError;
 use rdma_provider::types::{
-    AsyncEvent, AtomicCapability, DcAttr, DeviceAttr, Gid, Mtu, PortState, Psn, Qpn,
+    AsyncEvent, AtomicCapability, ClockAttr, DcAttr, DeviceAttr, Gid, Mtu, PortState, Psn, Qpn,
 };
 
 /// Limited by the address space only.
@@ -153,6 +153,8 @@ impl DeviceInner {
         attr.places_by_key = true;
         attr.dma_buf = true;
         attr.dc = Some(DcAttr::new(16, 16));
+        // The clock of the network, in nanoseconds.
+        attr.clock = ClockAttr::new(1_000_000, u64::MAX);
         let mtu = endpoint.as_ref().map_or(Mtu::Mtu4096, |endpoint| endpoint.own_mtu());
         let management_psn = AtomicU32::new(network.random()? as u32);
         let device = Arc::new(Self {

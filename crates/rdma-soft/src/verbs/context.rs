@@ -15,7 +15,7 @@ use rdma_provider::VerbError;
 use rdma_provider::contract::{self, DctInit, DmaBufRange, QpInit};
 use rdma_provider::types::{
     Access, AddressVector, AsyncEvent, DeviceAttr, GidEntry, GidKind, Lkey, PortAttr, PortNum, Qpn,
-    Rkey, SrqCaps,
+    Rkey, SrqCaps, Timestamp,
 };
 
 use crate::Soft;
@@ -30,6 +30,7 @@ use crate::memory::PAGE;
 use crate::memory::dma::Memory;
 use crate::net::Network;
 use crate::net::node::PORT;
+use crate::net::scheduler::Scheduler;
 use crate::roce::requester::MAX_MESSAGE;
 
 use super::cq::Cq;
@@ -49,6 +50,25 @@ impl Context {
     #[must_use]
     pub fn is_in_process(&self) -> bool {
         !self.device.network.is_udp()
+    }
+
+    /// Creates a completion queue, with timestamps of `clock` if there is one.
+    fn new_cq(
+        &self,
+        capacity: u32,
+        channel: Option<&Channel>,
+        vector: u32,
+        cookie: u64,
+        clock: Option<&Arc<Scheduler>>,
+    ) -> Result<Cq, VerbError> {
+        let attr = self.device.attr();
+        self.device.check_alive("ibv_create_cq")?;
+        if capacity == 0 || capacity > attr.max_cqe || vector >= attr.completion_vectors {
+            return Err(VerbError::new("ibv_create_cq", VerbError::EINVAL));
+        }
+        let queue = CqInner::new(self.device.id(), capacity, &self.events, channel, cookie, clock);
+        self.device.add_completion_queue(&queue);
+        Ok(Cq { queue, device: Arc::clone(&self.device) })
     }
 }
 
@@ -144,14 +164,23 @@ impl contract::Context<Soft> for Context {
         vector: u32,
         cookie: u64,
     ) -> Result<Cq, VerbError> {
-        let attr = self.device.attr();
-        self.device.check_alive("ibv_create_cq")?;
-        if capacity == 0 || capacity > attr.max_cqe || vector >= attr.completion_vectors {
-            return Err(VerbError::new("ibv_create_cq", VerbError::EINVAL));
-        }
-        let queue = CqInner::new(self.device.id(), capacity, &self.events, channel, cookie);
-        self.device.add_completion_queue(&queue);
-        Ok(Cq { queue, device: Arc::clone(&self.device) })
+        self.new_cq(capacity, channel, vector, cookie, None)
+    }
+
+    fn create_timestamped_cq(
+        &self,
+        capacity: u32,
+        channel: Option<&Channel>,
+        vector: u32,
+        cookie: u64,
+    ) -> Result<Cq, VerbError> {
+        let clock = &self.device.network.scheduler;
+        self.new_cq(capacity, channel, vector, cookie, Some(clock))
+    }
+
+    fn read_clock(&self) -> Result<Timestamp, VerbError> {
+        self.device.check_alive("ibv_query_rt_values_ex")?;
+        Ok(Timestamp(self.device.network.scheduler.now()))
     }
 
     fn create_cm_channel(&self) -> Result<CmChannel, VerbError> {

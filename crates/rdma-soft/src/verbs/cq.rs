@@ -5,7 +5,7 @@ use std::sync::atomic::Ordering;
 
 use rdma_provider::VerbError;
 use rdma_provider::contract;
-use rdma_provider::types::WorkCompletion;
+use rdma_provider::types::{TimestampedCompletion, WorkCompletion};
 
 use crate::device::DeviceInner;
 use crate::device::completion_queue::{Arm, CqCounters, CqInner, Health, State};
@@ -40,7 +40,7 @@ impl Cq {
         state: &mut State,
         out: &mut [WorkCompletion],
     ) -> Result<usize, VerbError> {
-        if state.health == Health::Overrun || state.entries.is_empty() {
+        if state.is_exhausted() {
             return Err(VerbError::new("ibv_poll_cq", VerbError::EIO));
         }
         let count = state.take(out);
@@ -77,6 +77,20 @@ impl contract::Cq for Cq {
         Ok(count)
     }
 
+    fn poll_timestamped(&self, out: &mut [TimestampedCompletion]) -> Result<usize, VerbError> {
+        const VERB: &str = "ibv_start_poll";
+        let state = &mut *self.queue.state.lock();
+        if !state.has_stamps() {
+            return Err(VerbError::new(VERB, VerbError::EINVAL));
+        }
+        if state.is_exhausted() {
+            return Err(VerbError::new(VERB, VerbError::EIO));
+        }
+        let count = state.take_stamped(out);
+        self.queue.waiting.store(state.left(), Ordering::Release);
+        Ok(count)
+    }
+
     #[inline]
     fn is_empty(&self) -> Option<bool> {
         Some(self.queue.waiting.load(Ordering::Acquire) == 0)
@@ -84,9 +98,7 @@ impl contract::Cq for Cq {
 
     fn arm(&self, solicited_only: bool) -> Result<(), VerbError> {
         let wanted = if solicited_only { Arm::Solicited } else { Arm::Next };
-        let mut state = self.queue.state.lock();
-        // Arming for solicited completions does not downgrade an arm for all.
-        state.arm = state.arm.max(wanted);
+        self.queue.state.lock().arm(wanted);
         Ok(())
     }
 

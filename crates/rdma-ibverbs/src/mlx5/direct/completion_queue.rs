@@ -15,7 +15,9 @@ use std::sync::Arc;
 
 use rdma_provider::VerbError;
 use rdma_provider::locks::{Mutex, MutexGuard};
-use rdma_provider::types::{Qpn, WcFlags, WcOpcode, WcStatus, WorkCompletion, WrId};
+use rdma_provider::types::{
+    Qpn, Timestamp, TimestampedCompletion, WcFlags, WcOpcode, WcStatus, WorkCompletion, WrId,
+};
 
 use self::common::Next;
 use super::doorbell::{ArmRegister, Record, from_device, to_device};
@@ -133,6 +135,16 @@ impl CompletionQueue {
         limit: usize,
         mut each: impl FnMut(&WorkCompletion),
     ) -> Result<usize, VerbError> {
+        self.drain_indexed(limit, |completion, _| each(completion))
+    }
+
+    /// Does the same, and also passes the index of the entry, which is not yet the adapter's.
+    #[inline(always)]
+    fn drain_indexed(
+        &self,
+        limit: usize,
+        mut each: impl FnMut(&WorkCompletion, u32),
+    ) -> Result<usize, VerbError> {
         let state = &mut *self.state.lock();
         if let Some(bad) = &state.failed {
             return Err(refusal(bad));
@@ -151,7 +163,7 @@ impl CompletionQueue {
                     Err(bad) => return Err(refusal(&bad)),
                 },
             };
-            each(&completion);
+            each(&completion, state.consumer.wrapping_sub(1));
             found += 1;
         }
         // A page fault of a shared receive consumes an entry without a completion, so `found` may
@@ -174,6 +186,30 @@ impl CompletionQueue {
                 *place = *completion;
             }
         })
+    }
+
+    /// Moves the oldest completions to `out`, with their timestamps, and returns their number, see
+    /// [`drain`](Self::drain).
+    ///
+    /// # Errors
+    ///
+    /// See [`drain`](Self::drain).
+    pub fn poll_timestamped(&self, out: &mut [TimestampedCompletion]) -> Result<usize, VerbError> {
+        let mut places = out.iter_mut();
+        self.drain_indexed(places.len(), |completion, index| {
+            if let Some(place) = places.next() {
+                let succeeded = completion.status.is_success();
+                let timestamp = if succeeded { self.timestamp(index) } else { Timestamp(0) };
+                *place = TimestampedCompletion { completion: *completion, timestamp };
+            }
+        })
+    }
+
+    /// Returns the timestamp of the entry at `index`, which belongs to software.
+    fn timestamp(&self, index: u32) -> Timestamp {
+        // SAFETY: S3: within the ring.
+        let bytes = unsafe { (&raw const (*self.cqe(index).as_ptr()).timestamp).read_volatile() };
+        Timestamp(u64::from_be_bytes(bytes))
     }
 
     /// Requests an event for the next completion, or the next solicited or failed one. `sequence`
