@@ -28,7 +28,7 @@ const LISTED: [Listed; 5] = [
         foreign: &["bitflags", "serde_core"],
     },
     Listed { package: "rdma-soft", foreign: &["rdma_provider"] },
-    Listed { package: "rdma-ibverbs", foreign: &["rdma_provider"] },
+    Listed { package: "rdma-ibverbs", foreign: &["libc", "rdma_provider"] },
     Listed {
         package: "tokio-rdma",
         foreign: &[
@@ -37,6 +37,7 @@ const LISTED: [Listed; 5] = [
             "futures_sink",
             // The macro's `Unpin` of `Drive`.
             "pin_project",
+            "rdma_ibverbs",
             "rdma_message_proto",
             "rdma_provider",
             "rdma_soft",
