@@ -220,6 +220,7 @@ fn assert_only(ends: &BTreeMap<String, u32>, allowed: &[WcStatus]) {
     assert!(ends.keys().all(|status| allowed.contains(status)), "{ends:?} instead of {allowed:?}");
 }
 
+// Shows S1.
 #[test]
 #[ignore = "needs a real device"]
 fn killed_peer_fails_every_operation_within_the_retry_time() {

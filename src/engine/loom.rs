@@ -86,6 +86,7 @@ fn finish(slot: &Slot<()>, id: WrId) -> Option<DetachedBuffers> {
     }
 }
 
+// Shows C1.
 #[test]
 fn loom_a_registered_waker_is_woken_or_the_result_is_seen() {
     ::loom::model(|| {
@@ -106,6 +107,7 @@ fn loom_a_registered_waker_is_woken_or_the_result_is_seen() {
     });
 }
 
+// Shows C2.
 #[test]
 fn loom_the_latest_of_two_wakers_is_woken() {
     ::loom::model(|| {
@@ -138,6 +140,7 @@ impl Drop for Buffer {
     }
 }
 
+// Shows S1, C3, E2.
 #[test]
 fn loom_an_abandoned_operation_is_freed_once_and_never_before_its_completion() {
     for waits in [false, true] {
@@ -176,6 +179,7 @@ fn over() -> (Arc<Slot<()>>, WrId) {
     (slot, id)
 }
 
+// Shows S1, C1.
 #[test]
 fn loom_a_stale_completion_of_an_earlier_generation_changes_nothing() {
     ::loom::model(|| {
@@ -194,6 +198,7 @@ fn loom_a_stale_completion_of_an_earlier_generation_changes_nothing() {
     });
 }
 
+// Shows C1.
 #[test]
 fn loom_a_stale_completion_of_an_earlier_generation_matches_no_batch_part() {
     ::loom::model(|| {
@@ -214,6 +219,7 @@ fn loom_a_stale_completion_of_an_earlier_generation_matches_no_batch_part() {
     });
 }
 
+// Shows S1.
 #[test]
 fn loom_an_abandoned_batch_leaves_a_slot_of_one() {
     ::loom::model(|| {
@@ -241,6 +247,7 @@ fn loom_an_abandoned_batch_leaves_a_slot_of_one() {
 
 // An operation abandons its slot, and the next one claims it while the drainer frees it: each has
 // its own reference to the queue.
+// Shows C1.
 #[test]
 fn loom_each_generation_has_its_own_reference_to_the_work_queue() {
     ::loom::model(|| {
@@ -295,6 +302,7 @@ impl PostQueue {
     }
 }
 
+// Shows C4.
 #[test]
 fn loom_queued_work_is_posted_when_capacity_is_freed() {
     ::loom::model(|| {

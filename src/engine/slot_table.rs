@@ -305,6 +305,7 @@ mod tests {
         assert!(slots.find(2 * FIRST).is_none());
     }
 
+    // Shows C4.
     #[test]
     fn slots_held_by_idle_operations_do_not_make_the_table_grow_without_bound() {
         let (slots, mut cursor) = (Slots::<()>::new(), Cursor::default());
@@ -317,6 +318,7 @@ mod tests {
         assert!(cursor.len <= 512, "{} slots for 100 held", cursor.len);
     }
 
+    // Shows C1.
     #[test]
     fn reused_slot_has_another_generation() {
         let (slots, mut cursor) = (Slots::<()>::new(), Cursor::default());
@@ -331,6 +333,7 @@ mod tests {
         assert!(again.is_current(again.id()) && !again.is_current(first));
     }
 
+    // Shows C1.
     #[test]
     fn batch_has_an_id_for_each_work_request_and_generations_stay_distinct() {
         let (slots, mut cursor) = (Slots::<()>::new(), Cursor::default());

@@ -85,6 +85,7 @@ fn modes() -> impl Iterator<Item = CompletionMode> {
     modes.into_iter().take(if cfg!(miri) { 1 } else { 3 })
 }
 
+// Shows M1.
 #[test]
 fn operation_polled_after_all_handles_are_dropped_frees_its_work_queue() {
     for mode in modes() {
@@ -107,6 +108,7 @@ fn operation_polled_after_all_handles_are_dropped_frees_its_work_queue() {
     }
 }
 
+// Shows M1.
 #[test]
 fn batch_polled_after_all_handles_are_dropped_frees_its_work_queue() {
     for mode in modes() {
@@ -256,6 +258,7 @@ fn operation_refused_before_posting_frees_its_own_slot() {
     assert_eq!(setup.pool.available(), 8);
 }
 
+// Shows M1.
 #[test]
 fn every_operation_moves_its_bytes_and_returns_its_buffer() {
     for mode in modes() {
@@ -312,6 +315,7 @@ fn every_operation_moves_its_bytes_and_returns_its_buffer() {
 
 // Operations are dropped at once, or after a poll that registered a waker. A forgotten operation
 // keeps its buffer.
+// Shows M1.
 #[test]
 fn abandoned_operations_are_done_once_and_their_buffers_are_free_afterwards() {
     for mode in modes() {
@@ -345,6 +349,7 @@ fn abandoned_operations_are_done_once_and_their_buffers_are_free_afterwards() {
     }
 }
 
+// Shows M1.
 #[test]
 fn queued_work_is_done_whether_it_is_awaited_or_abandoned() {
     for mode in modes() {
@@ -403,6 +408,7 @@ fn wait<F: Future + Unpin>(mut future: F) -> F::Output {
 }
 
 // The reactor wakes it: no task polls the completion queue meanwhile.
+// Shows M1.
 #[test]
 fn receive_that_waits_in_a_runtime_is_woken_by_the_event_of_its_completion() {
     let setup = Setup::new(CompletionMode::Event);
@@ -426,6 +432,7 @@ fn receive_that_waits_in_a_runtime_is_woken_by_the_event_of_its_completion() {
     assert_eq!(setup.pool.available(), 8);
 }
 
+// Shows M1.
 #[test]
 fn threads_that_share_a_queue_pair_lose_no_operation() {
     let setup = &Setup::with_depth(CompletionMode::Event, 2);

@@ -307,6 +307,7 @@ mod tests {
         assert_eq!((buffers.len(), growing.total(), growing.available()), (5, 6, 1));
     }
 
+    // Shows S1.
     #[test]
     fn buffers_dropped_together_return_each_to_its_own_pool() {
         let (first, second, closed) = (pool(4), pool(4), pool(1));
@@ -329,6 +330,7 @@ mod tests {
     }
 
     /// Threads take, wait, cancel and return at random.
+    // Shows S1.
     #[test]
     fn no_buffer_is_lost_and_no_wait_hangs() {
         const BUFFERS: usize = 4;

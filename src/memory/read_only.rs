@@ -59,6 +59,7 @@ mod tests {
     use crate::{CompletionMode, CompletionQueue, Device, Pool, QueuePair};
 
     /// Runs under Miri, which rejects atomic accesses to read-only memory.
+    // Shows S2, M1.
     #[test]
     fn peers_read_read_only_bytes_while_the_owner_reads_them() {
         static BYTES: [u8; 64] = [7; 64];

@@ -115,6 +115,7 @@ impl From<RemoteRegion> for bytes::Bytes {
 mod tests {
     use super::*;
 
+    // Shows S3.
     #[test]
     fn slices_stay_within_the_region() {
         let region = RemoteRegion::new(0x1000, 16, Rkey(7));
@@ -132,12 +133,14 @@ mod tests {
         assert!(region.slice(..=u64::MAX).is_err());
     }
 
+    // Shows S3.
     #[test]
     fn slice_of_a_region_that_wraps_around_is_refused() {
         let region = RemoteRegion::new(u64::MAX - 3, 16, Rkey(7));
         assert!(region.slice(8..).is_err());
     }
 
+    // Shows S4.
     #[test]
     fn encoding_is_20_bytes_and_reversible() {
         let region = RemoteRegion::new(0x0102_0304_0506_0708, 9, Rkey(0x0a0b_0c0d));

@@ -301,6 +301,7 @@ mod tests {
     use super::*;
     use crate::contained::tests::HANG;
 
+    // Shows C1, F3.
     #[test]
     fn notifications_use_the_reserve_thread_when_no_other_starts() {
         let (called, calls) = mpsc::channel();

@@ -2,6 +2,8 @@
 //!
 //! Buffers return to their pools, a returned buffer does not change, posted work is executed once,
 //! and the remaining futures complete.
+//!
+//! Shows C3.
 
 use std::collections::VecDeque;
 use std::future::Future;
@@ -575,6 +577,7 @@ fn storms(mode: Mode) {
     assert!(abandoned >= min, "{abandoned} operations were abandoned");
 }
 
+// Shows S1.
 #[test]
 fn abandoned_operations_lose_and_overwrite_nothing_in_event_mode() {
     storms(Mode::Event);
@@ -643,6 +646,7 @@ fn abandoned_queued_work_is_still_executed() {
 }
 
 // On the software device WRITEs complete when posted, so the first poll returns all completions.
+// Shows C2.
 #[test]
 fn completions_polled_by_one_operation_are_dispatched_to_others() {
     for mode in Mode::ALL {
@@ -677,6 +681,7 @@ fn completions_polled_by_one_operation_are_dispatched_to_others() {
     }
 }
 
+// Shows C4.
 #[test]
 fn completions_polled_by_one_operation_free_slots_for_others() {
     for mode in [Mode::Event, Mode::Cooperative, Mode::Hybrid] {

@@ -49,6 +49,7 @@ fn is_revoked_or_flushed(kind: OpErrorKind) -> bool {
     kind == REVOKED || kind.status() == Some(WcStatus::WR_FLUSH_ERR)
 }
 
+// Shows T1.
 async fn read_of_a_silent_peer_returns_its_buffer(mode: &str) {
     let Pair { a, b, .. } = &silent(mode);
     let region = b.region(4096);
@@ -64,6 +65,7 @@ async fn read_of_a_silent_peer_returns_its_buffer(mode: &str) {
     assert_eq!(a.qp.send_counters().in_flight, 0);
 }
 
+// Shows T1.
 async fn receive_without_a_message_returns_its_buffer(mode: &str) {
     let Pair { a, b, .. } = &Pair::new(Transport::Rc, mode);
     let result = within("a receive with a deadline", a.qp.recv(a.blank(64)).within(SOON)).await;
@@ -76,6 +78,7 @@ async fn receive_without_a_message_returns_its_buffer(mode: &str) {
     assert!(buffer.iter().all(|&byte| byte == 0xee));
 }
 
+// Shows T1.
 async fn completed_operation_wins_over_its_deadline(mode: &str) {
     let Pair { a, b, .. } = &Pair::new(Transport::Rc, mode);
     let region = b.region(64);
@@ -110,6 +113,7 @@ async fn results_for_which_a_task_yields_win_over_their_deadlines(mode: &str) {
     assert_eq!((a.state(), b.state()), (QpState::Rts, QpState::Rts));
 }
 
+// Shows T1.
 async fn atomic_and_batch_report_their_deadline(mode: &str) {
     let Pair { a, b, .. } = &silent(mode);
     let region = b.region(64);
@@ -125,6 +129,7 @@ async fn atomic_and_batch_report_their_deadline(mode: &str) {
     assert_eq!(region.load(0).unwrap(), 0);
 }
 
+// Shows T1.
 async fn queued_operation_is_withdrawn_and_harms_nothing(mode: &str) {
     let build = |builder: QueuePairBuilder| builder.max_send_wr(2);
     let shape = Shape { build: &build, ..Shape::new(Transport::Rc, mode) };
@@ -158,6 +163,7 @@ async fn queued_operation_is_withdrawn_and_harms_nothing(mode: &str) {
     assert_eq!((a.state(), b.state()), (QpState::Rts, QpState::Rts));
 }
 
+// Shows T1.
 async fn shared_receive_is_not_revoked_and_still_receives(mode: &str) {
     let setup = Setup::new();
     let pair = Pair::shaped(setup, &Shape::new(Transport::Rc, mode));
@@ -175,6 +181,7 @@ async fn shared_receive_is_not_revoked_and_still_receives(mode: &str) {
     assert_eq!(within("the receive", receive).await.unwrap().buffer[..], *b"late");
 }
 
+// Shows T1.
 async fn dropped_deadline_leaves_the_operation(mode: &str) {
     let Pair { a, b, .. } = &Pair::new(Transport::Rc, mode);
     let idle = a.pool.available();
@@ -191,6 +198,7 @@ async fn dropped_deadline_leaves_the_operation(mode: &str) {
     assert_eq!((a.state(), b.state()), (QpState::Rts, QpState::Rts));
 }
 
+// Shows T1.
 async fn deadline_of_a_dynamic_connection_is_repaired(mode: &str) {
     let Some(setup) = dynamic::setup("deadline_of_a_dynamic_connection") else { return };
     let (here, there) = (Node::new(&setup.a, mode), Node::new(&setup.b, mode));
@@ -210,6 +218,7 @@ fn closed(side: &Side, len: usize) -> ExposedRegion {
     ExposedRegion::new(&side.pd, HostMemory::zeroed(len).unwrap(), Access::MW_BIND).unwrap()
 }
 
+// Shows T1.
 async fn expired_lease_protects_the_memory(mode: &str) {
     let pair = Pair::new(Transport::Rc, mode);
     let Pair { a, b, .. } = &pair;
@@ -236,6 +245,7 @@ async fn expired_lease_protects_the_memory(mode: &str) {
     drop(storage);
 }
 
+// Shows T1.
 async fn deadline_of_a_leaked_lease_frees_the_memory(mode: &str) {
     let pair = Pair::new(Transport::Rc, mode);
     let b = &pair.b;

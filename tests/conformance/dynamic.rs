@@ -549,6 +549,7 @@ fn write_to_deregistered_memory_fails_the_initiator() {
     });
 }
 
+// Shows S1.
 #[test]
 fn operations_end_when_the_target_is_destroyed_under_load() {
     run(3, "target gone", async {
@@ -632,6 +633,7 @@ fn message_without_a_receive_waits_or_fails_as_configured() {
 }
 
 // The work includes operations whose futures are dropped.
+// Shows S1.
 #[test]
 fn reset_fails_work_in_flight_and_queued() {
     run(1, "reset", async {

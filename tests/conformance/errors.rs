@@ -1,4 +1,6 @@
 //! Failures of work on a connection: status at the requester, status at the responder, events.
+//!
+//! Shows S4.
 
 use tokio_rdma::Access;
 use tokio_rdma::types::{

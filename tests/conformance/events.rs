@@ -12,6 +12,7 @@ use crate::common::{Setup, events, in_every_mode, run, within};
 
 in_every_mode! { lost_device_fails_every_operation }
 
+// Shows C1.
 async fn lost_device_fails_every_operation(mode: &str) {
     let Some((setup, control, _other)) = Setup::controlled("lost_device") else { return };
     let shape = Shape {
@@ -63,6 +64,7 @@ async fn lost_device_fails_every_operation(mode: &str) {
 in_every_mode! { device_fatal_event_alone_fails_every_operation }
 
 /// Simulates a pulled-out adapter: an event, but neither completions nor errors of polls.
+// Shows C1.
 async fn device_fatal_event_alone_fails_every_operation(mode: &str) {
     let Some((setup, control, _other)) = Setup::controlled("device_fatal_event_alone") else {
         return;
@@ -110,6 +112,7 @@ async fn device_fatal_event_alone_fails_every_operation(mode: &str) {
 
 in_every_mode! { cq_error_event_fails_only_its_queue }
 
+// Shows C1.
 async fn cq_error_event_fails_only_its_queue(mode: &str) {
     let Some((setup, control, _other)) = Setup::controlled("cq_error_event") else {
         return;
@@ -260,6 +263,7 @@ fn every_handle_of_a_device_receives_its_events() {
     assert!(Device::software_in(&network, "x").is_ok());
 }
 
+// Shows C1.
 #[test]
 fn shared_receives_fail_with_their_device() {
     for (mode, attached) in

@@ -264,6 +264,7 @@ async fn lease_ends_with_its_queue_pair(mode: &str) {
 }
 
 /// Checks that a peer's continuous WRITEs change no byte after the lease ends.
+// Shows S2.
 async fn memory_is_unchanged_after_a_lease_ends(mode: &str) {
     const LEN: usize = 16384;
     let rounds = if wire() == Wire::Faults { 3 } else { 10 };

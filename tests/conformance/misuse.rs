@@ -1,4 +1,6 @@
 //! Misuse of the crate gives a status or a typed error, returns the buffers, and never hangs.
+//!
+//! Shows C4.
 
 use std::hint::black_box;
 use std::net::IpAddr;
@@ -355,6 +357,7 @@ async fn short_and_missing_receives_have_their_statuses(mode: &str) {
     assert_eq!(error.status(), Some(WcStatus::RETRY_EXC_ERR));
 }
 
+// Shows C4.
 #[test]
 fn queued_work_proceeds_without_being_awaited() {
     for mode in ["event", "busy_poll", "hybrid"] {

@@ -12,6 +12,7 @@ in_every_mode! {
     relaxed_memory_has_all_data_once_a_completion_is_seen,
 }
 
+// Shows S3.
 async fn region_is_accessed_at_the_addresses_that_were_chosen(mode: &str) {
     let Pair { a, b, setup } = Pair::new(Transport::Rc, mode);
     for iova in [0, 0x7_0000_1000, u64::MAX - 0xffff] {

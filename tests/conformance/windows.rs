@@ -1,4 +1,6 @@
 //! Type 2 memory windows: the access that a binding grants, and how it ends.
+//!
+//! Shows S4.
 
 use tokio_rdma::memory::MemoryWindow;
 use tokio_rdma::types::{

@@ -497,6 +497,7 @@ fn source_address_is_seen_by_the_peer_or_refused() {
     });
 }
 
+// Shows E2.
 #[test]
 fn connect_without_an_answer_times_out() {
     run("timeout", || async {
@@ -1220,6 +1221,7 @@ async fn polled_at_most<T>(mut polls: u32, future: impl Future<Output = T>) -> O
     .await
 }
 
+// Shows E2.
 #[test]
 fn cancelled_connects_and_accepts_hang_nothing_and_fail_their_queue_pairs() {
     bounded("giving up", 5 * LONG, || {

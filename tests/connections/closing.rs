@@ -172,6 +172,7 @@ fn waiting_sends_and_receives_end_with_the_connection() {
     });
 }
 
+// Shows E2.
 #[test]
 fn close_waits_for_the_peer_until_the_deadline() {
     run("late", || async {
@@ -338,6 +339,7 @@ async fn recv_until_closed(connection: &Connection) -> CloseReason {
     }
 }
 
+// Shows S1.
 #[test]
 fn abort_closes_both_ends_with_work_in_flight() {
     let seed = Seed::new("--test connections abort_closes_both_ends");
@@ -472,6 +474,7 @@ fn abort_notifies_the_peer_after_sent_messages() {
     });
 }
 
+// Shows E2.
 #[test]
 fn abort_ends_unanswered_operations() {
     run("silence", || async {
@@ -507,6 +510,7 @@ fn abort_ends_unanswered_operations() {
     });
 }
 
+// Shows E2.
 #[test]
 fn abort_ends_queued_work_after_its_runtime_is_dropped() {
     for mode in Mode::ALL {

@@ -1,5 +1,7 @@
 //! Futures that are ready again and again, beside another task of a current-thread runtime: both
 //! make progress. On the software device, where a loop of operations never waits by itself.
+//!
+//! Shows F1.
 
 use std::cell::Cell;
 use std::net::SocketAddr;
@@ -92,6 +94,7 @@ async fn drain(connection: &Connection) {
     unconstrained(connection.recv()).await.unwrap().unwrap();
 }
 
+// Shows F1.
 #[test]
 fn messages_that_are_always_ready_let_other_tasks_run() {
     run("messages", |sibling| async move {
@@ -365,6 +368,7 @@ fn events_that_are_always_ready_let_other_tasks_run() {
     });
 }
 
+// Shows F1.
 #[test]
 fn message_is_not_lost_by_a_receive_without_budget() {
     run("budget", |_| async move {

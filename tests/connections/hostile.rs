@@ -116,6 +116,7 @@ fn notifications_beyond_the_window_or_after_fin_close_the_connection() {
     });
 }
 
+// Shows S4.
 #[test]
 fn each_violation_closes_the_connection_with_its_reason() {
     run("violations", || async {
@@ -212,6 +213,7 @@ fn each_violation_closes_the_connection_with_its_reason() {
     });
 }
 
+// Shows S4.
 #[test]
 fn messages_of_several_frames_are_continued_and_within_the_limits() {
     run("parts", || async {
@@ -368,6 +370,7 @@ fn freed_receive_of_an_unfetched_message_is_a_violation() {
     });
 }
 
+// Shows E2.
 #[test]
 fn silent_peer_closes_the_connection_by_timeout() {
     run("silent", || async {
@@ -388,6 +391,7 @@ fn silent_peer_closes_the_connection_by_timeout() {
     });
 }
 
+// Shows S1.
 #[test]
 fn memory_of_a_message_is_inaccessible_once_fetched() {
     run("revoked", || async {
@@ -409,6 +413,7 @@ fn memory_of_a_message_is_inaccessible_once_fetched() {
     });
 }
 
+// Shows S2.
 #[test]
 fn memory_of_a_message_refuses_remote_writes() {
     run("written", || async {
@@ -425,6 +430,7 @@ fn memory_of_a_message_refuses_remote_writes() {
     });
 }
 
+// Shows S4.
 #[test]
 fn random_frames_do_no_harm() {
     let seed = Seed::new("--test connections random_frames");
@@ -581,6 +587,7 @@ fn device(network: &Network, name: &str) -> (Device, std::net::IpAddr) {
     (device, address)
 }
 
+// Shows S4.
 #[test]
 fn peers_beyond_the_limits_get_the_reason_and_are_counted() {
     run("limits", || async {

@@ -154,6 +154,7 @@ fn messages_of_several_frames_arrive_in_both_directions_with_few_buffers() {
     });
 }
 
+// Shows S1.
 #[test]
 fn registered_buffers_are_sent_from_their_memory_and_return_to_their_pool() {
     everywhere("registered buffers", async |mode| {
@@ -396,6 +397,7 @@ fn one_way_traffic_continues_without_messages_in_return() {
     });
 }
 
+// Shows S4.
 #[test]
 fn slow_receiver_limits_its_sender_and_bounds_memory() {
     modes("slow service", || async {
@@ -488,6 +490,7 @@ fn received_messages_outlive_their_connection() {
     });
 }
 
+// Shows E2.
 #[test]
 fn dropped_sends_send_nothing_and_dropped_receives_lose_nothing() {
     let seed = Seed::new("--test connections dropped_sends");

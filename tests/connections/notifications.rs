@@ -204,6 +204,7 @@ fn refused_notification_costs_no_credit_and_a_failed_one_closes_the_connection()
     });
 }
 
+// Shows C5.
 #[test]
 fn try_send_sends_when_called_or_returns_the_message() {
     run("try_send", || async {

@@ -53,6 +53,7 @@ async fn assert_open(a: &Connection, b: &Connection) {
 }
 
 /// Peers by address share a listener and a device, and may get what a closed connection has left.
+// Shows S4.
 #[test]
 fn grant_to_one_peer_is_refused_to_another() {
     modes("grant", || async {
@@ -329,6 +330,7 @@ fn impossible_buffers_are_refused_before_allocation() {
     });
 }
 
+// Shows T1.
 #[test]
 fn deadline_of_a_read_closes_the_connection_with_its_reason() {
     modes("deadline", || async {

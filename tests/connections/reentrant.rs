@@ -1,6 +1,8 @@
 //! Wakers and destructors that use the connection which calls them.
 //!
 //! Each test hangs if the connection holds a lock during the call.
+//!
+//! Shows F2.
 
 #![allow(unsafe_code, reason = "implementing `Storage` and `BufMut` is unsafe")]
 

@@ -22,6 +22,7 @@ struct Shared {
     buffers: tokio_rdma::Pool,
 }
 
+// Shows C3.
 async fn operations_abandoned_at_random_leave_the_pool_working(mode: &str) {
     let Some(setup) = setup("operations_abandoned_at_random") else { return };
     let seed = match std::env::var("TOKIO_RDMA_SEED") {

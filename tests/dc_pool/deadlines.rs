@@ -35,6 +35,7 @@ async fn assert_works(home: &Home, peer: &DcPoolPeer, node: &Node, offset: usize
     assert_eq!(read[..], [byte; 8]);
 }
 
+// Shows T1.
 async fn operation_that_waits_for_an_initiator_is_withdrawn_and_harms_nothing(mode: &str) {
     let Some(setup) = setup("waiting_operation_is_withdrawn") else { return };
     let (home, there) = (Home::new(&setup.a, mode), Node::new(&setup.b, mode));
@@ -60,6 +61,7 @@ async fn operation_that_waits_for_an_initiator_is_withdrawn_and_harms_nothing(mo
     assert!(!one.has_failed() && !other.has_failed());
 }
 
+// Shows T1.
 async fn deadline_in_an_exclusive_pool_affects_only_its_peer(mode: &str) {
     let Some(setup) = setup("deadline_in_an_exclusive_pool") else { return };
     let (home, there) = (Home::new(&setup.a, mode), Node::new(&setup.b, mode));
@@ -82,6 +84,7 @@ async fn deadline_in_an_exclusive_pool_affects_only_its_peer(mode: &str) {
     assert!(late.has_failed() && !other.has_failed());
 }
 
+// Shows T1.
 async fn deadline_in_a_shared_pool_flushes_other_peers_and_is_repaired(mode: &str) {
     let Some(setup) = setup("deadline_in_a_shared_pool") else { return };
     let (home, there) = (Home::new(&setup.a, mode), Node::new(&setup.b, mode));

@@ -77,6 +77,7 @@ async fn errors_of_one_peer_affect_no_other(mode: &str) {
     assert_eq!(bytes, [0; 8]);
 }
 
+// Shows C2.
 async fn unawaited_failure_is_repaired(mode: &str) {
     let Some(setup) = setup("unawaited_failure") else { return };
     let (home, there) = (Home::new(&setup.a, mode), Node::new(&setup.b, mode));
@@ -182,6 +183,7 @@ async fn shared_initiators_continue_after_a_failure(mode: &str) {
     assert_eq!((pool.counters().repairs, pool.counters().failed_repairs), (20, 0));
 }
 
+// Shows C1.
 async fn lost_device_fails_every_operation(mode: &str) {
     let Some((setup, control, _)) = Setup::controlled("lost_device") else { return };
     let (home, there) = (Home::new(&setup.a, mode), Node::new(&setup.b, mode));
@@ -235,6 +237,7 @@ async fn lost_device_fails_every_operation(mode: &str) {
 }
 
 /// Removes the device while nothing is in flight, so the lease sees no failure.
+// Shows C1.
 async fn retained_lease_blocks_no_operation_after_device_loss(mode: &str) {
     let Some((setup, control, _)) = Setup::controlled("retained_lease") else { return };
     let (home, there) = (Home::new(&setup.a, mode), Node::new(&setup.b, mode));

@@ -160,6 +160,7 @@ async fn busy_peer_starves_no_other(mode: &str) {
     within("send", blocked).await.unwrap();
 }
 
+// Shows C2.
 async fn waiting_operations_are_posted_without_being_polled(mode: &str) {
     let Some(setup) = setup("waiting_operations_are_posted_without_being_polled") else { return };
     let (home, there) = (Home::new(&setup.a, mode), Node::new(&setup.b, mode));
@@ -213,6 +214,7 @@ async fn dropped_waiting_operation_is_not_sent(mode: &str) {
     within("send", blocked).await.unwrap();
 }
 
+// Shows C3.
 async fn initiator_of_dropped_work_is_reassigned_when_the_work_ends(mode: &str) {
     let Some(setup) = setup("initiator_of_dropped_work") else { return };
     let (home, there) = (Home::new(&setup.a, mode), Node::new(&setup.b, mode));
@@ -322,6 +324,7 @@ async fn lease_holder_is_not_recalled(mode: &str) {
 
 /// Recalls an initiator that is never returned. The other initiator serves the waiting peer after
 /// the quotas of the busy one.
+// Shows C2.
 async fn stuck_peer_starves_no_other(mode: &str) {
     let Some(setup) = setup("stuck_peer") else { return };
     let home = Home::new(&setup.a, mode);
@@ -345,6 +348,7 @@ async fn stuck_peer_starves_no_other(mode: &str) {
     drop((recalled, blocked));
 }
 
+// Shows C1.
 async fn waiting_operations_fail_when_the_pool_closes(mode: &str) {
     let Some(setup) = setup("waiting_operations_fail_when_the_pool_closes") else { return };
     let (home, there) = (Home::new(&setup.a, mode), Node::new(&setup.b, mode));
@@ -438,6 +442,7 @@ fn many_addresses_share_eight_initiators() {
 }
 
 /// Polls from a thread in the context of a runtime that is dropped. Nothing else polls the queue.
+// Shows C2.
 #[test]
 fn waiting_operation_outlives_the_runtime_it_was_polled_in() {
     let Some(setup) = setup("waiting_operation_outlives") else { return };

@@ -596,6 +596,7 @@ fn run(seed: u64, verbose: bool) -> Outcome {
     Outcome { hash, now: network.now(), link: network.counters(), failed, patient, operations }
 }
 
+// Shows C1.
 #[test]
 fn operations_complete_once_with_correct_results() {
     let test = "awaited::operations_complete_once_with_correct_results";

@@ -267,6 +267,7 @@ fn run(seed: u64, tally: &Tally) {
     drop(alive);
 }
 
+// Shows T1.
 #[test]
 fn late_packets_change_nothing_that_was_handed_back() {
     let tally = Tally::default();
@@ -344,6 +345,7 @@ async fn race(mode: fn() -> CompletionMode, seed: u64) {
 
 const ROUNDS: usize = 60;
 
+// Shows T1.
 #[test]
 fn results_are_whole_or_revoked_while_packets_arrive() {
     let modes: [fn() -> CompletionMode; 3] = [

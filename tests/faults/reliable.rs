@@ -934,6 +934,7 @@ fn run(seed: u64, verbose: bool) -> Outcome {
     run.finish(patient)
 }
 
+// Shows C1.
 #[test]
 fn messages_arrive_once_in_order_or_fail() {
     let test = "reliable::messages_arrive_once_in_order_or_fail";

@@ -362,6 +362,7 @@ async fn streams(setting: &str, mode: Mode, found: &mut Vec<String>) {
 }
 
 // One test, because the process has one allocator.
+// Shows C6.
 #[test]
 fn operations_allocate_nothing_once_warm() {
     if !alone("allocations::operations_allocate_nothing_once_warm") {

@@ -121,6 +121,7 @@ fn operation_moves_between_runtimes() {
     }
 }
 
+// Shows C2.
 #[test]
 fn idle_runtime_blocks_no_other_on_the_same_queue() {
     for mode in Mode::ALL {

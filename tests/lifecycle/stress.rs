@@ -116,6 +116,7 @@ fn one_driver_polls_for_all_tasks_of_a_cooperative_queue() {
     });
 }
 
+// Shows C2.
 #[test]
 fn unpolled_driver_blocks_no_other_task() {
     bounded("an idle driver", 3 * LONG, || {

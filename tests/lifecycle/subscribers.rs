@@ -203,6 +203,7 @@ fn queue_of(device: &Device) -> CompletionQueue {
     CompletionQueue::new(device, CompletionMode::Event).unwrap()
 }
 
+// Shows F2.
 #[test]
 fn subscriber_may_use_the_crate_in_each_event() {
     // The subscriber is the only one of the process.

@@ -106,6 +106,7 @@ impl<F: Fn(&str) + Send + Sync + 'static> Subscriber for OnEvent<F> {
 }
 
 /// Fails the completion queue first. Its receives are returned, but the device still has them.
+// Shows S1.
 #[test]
 fn target_is_unreachable_before_its_completion_queue_knows_it() {
     bounded("target", LONG, || {

@@ -115,6 +115,7 @@ impl Wake for TakesBuffers {
     }
 }
 
+// Shows S1.
 #[test]
 fn partly_posted_batch_keeps_its_buffers_until_the_queue_pair_is_destroyed() {
     bounded("half a batch", LONG, || {
@@ -218,6 +219,7 @@ fn overrun(pd: &tokio_rdma::ProtectionDomain, queue: &CompletionQueue) -> Qp {
     raw
 }
 
+// Shows C1.
 #[test]
 fn overrun_completion_queue_ends_its_operations_and_refuses_work() {
     for mode in Mode::ALL {

@@ -65,6 +65,7 @@ async fn exchange(one: &Connection, other: &Connection) {
     }
 }
 
+// Shows F3.
 #[test]
 fn connections_work_while_no_thread_can_be_started() {
     // The limit and the user belong to the process.
@@ -100,6 +101,7 @@ fn connections_work_while_no_thread_can_be_started() {
     });
 }
 
+// Shows F3.
 #[test]
 fn connections_work_while_the_blocking_pool_is_occupied() {
     bounded("blocking pool", LONG, || {

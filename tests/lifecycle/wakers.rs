@@ -159,6 +159,7 @@ impl PolledTogether {
 /// Limit of attempts to poll both completions at once.
 const ATTEMPTS: usize = 200;
 
+// Shows C1.
 #[test]
 fn waker_may_drop_the_queue_that_calls_it() {
     bounded("last reference to a queue", LONG, || {
@@ -191,6 +192,7 @@ fn waker_may_drop_the_queue_that_calls_it() {
     });
 }
 
+// Shows C1.
 #[test]
 fn panicking_waker_of_another_task_does_not_lose_a_result() {
     for mode in [Mode::Event, Mode::Hybrid] {
@@ -304,6 +306,7 @@ fn poll_with_a_panicking_waker<F: Future>(what: &str, future: F) -> F::Output {
     }
 }
 
+// Shows C1.
 #[test]
 fn operation_completes_although_its_own_waker_panics() {
     for mode in Mode::ALL {
@@ -387,6 +390,7 @@ async fn panics_beside_a_task(
     assert_eq!(idle, 0, "operations that are over are not counted");
 }
 
+// Shows C1.
 #[test]
 fn panicking_waker_affects_no_other_task_in_any_mode() {
     for mode in Mode::ALL {
@@ -464,6 +468,7 @@ impl Wake for Blocks {
     }
 }
 
+// Shows T1.
 #[test]
 fn lease_expires_while_a_waker_blocks() {
     bounded("a waker that blocks", LONG, || {

@@ -84,6 +84,7 @@ impl FailingDevice {
     }
 }
 
+// Shows S1.
 #[test]
 fn memory_with_failed_deregistration_is_leaked() {
     for refuses in [false, true] {
@@ -119,6 +120,7 @@ fn device_closes_after_its_memory_was_recovered() {
     assert!(!it.leaks(), "recovered memory keeps the device open");
 }
 
+// Shows S1.
 #[test]
 fn memory_with_failed_window_unbind_is_leaked() {
     for refuses in [false, true] {
@@ -142,6 +144,7 @@ fn memory_with_failed_window_unbind_is_leaked() {
     }
 }
 
+// Shows S1.
 #[test]
 fn undestroyed_queue_pair_returns_buffers_only_by_completions() {
     for refuses in [false, true] {
@@ -216,6 +219,7 @@ fn unflushed_buffers_are_held_until_the_queue_pair_is_destroyed() {
 }
 
 /// Uses a device that does not flush: a deadline destroys the queue pair, or returns no memory.
+// Shows T1.
 #[test]
 fn deadline_returns_only_memory_that_the_device_has_left() {
     for refuses in [true, false] {
@@ -248,6 +252,7 @@ fn deadline_returns_only_memory_that_the_device_has_left() {
     }
 }
 
+// Shows T1.
 #[test]
 fn lease_whose_window_cannot_be_freed_returns_no_memory() {
     let it = FailingDevice::new();
@@ -313,6 +318,7 @@ fn queued_work_of_an_undestroyed_queue_pair_ends_at_once() {
     }
 }
 
+// Shows S1.
 #[test]
 fn receives_of_an_undestroyed_shared_queue_are_leaked() {
     for refuses in [false, true] {
@@ -364,6 +370,7 @@ fn poll_verbs(queue: &CompletionQueue) {
 }
 
 /// Checks the documentation of [`DcTarget`]: the receives it may take are never released.
+// Shows S1.
 #[test]
 fn receives_of_an_undestroyed_dc_target_are_leaked() {
     bounded("target", LONG, || {

@@ -99,6 +99,7 @@ fn honest_clients_are_served_during_a_flood_from_one_address() {
     run(|| serve_beside_forged(1));
 }
 
+// Shows S4.
 #[test]
 fn honest_clients_are_served_during_a_flood_from_200_addresses() {
     run(|| serve_beside_forged(200));

@@ -13,6 +13,7 @@ in_every_mode! {
     partly_refused_batch_fails_the_queue_pair_first,
 }
 
+// Shows S1.
 async fn partly_refused_batch_fails_the_queue_pair_first(mode: &str) {
     // Posted directly, and from the wait queue behind work that fills the send queue.
     for waits in [false, true] {

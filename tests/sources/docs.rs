@@ -86,27 +86,37 @@ fn links_lead_to_files_and_headings_that_exist() {
     assert!(seen > 40, "only {seen} links");
 }
 
+// A marker is a comment `// Shows S1.` above a function, or `//! Shows S1.` for a whole file.
 #[test]
-fn tests_named_by_the_invariants_exist() {
-    let functions = functions();
+fn each_invariant_is_shown_by_a_marked_test() {
     let text = read("docs/safety.md");
-    let mut missing = Vec::new();
-    let mut invariants = 0;
-    for section in text.split("\n### ").skip(1) {
-        let (_, shown) = section
-            .split_once("- Shown by")
-            .unwrap_or_else(|| panic!("missing tests of {section}"));
-        let named = quotes(shown.split("\n#").next().unwrap_or_default());
-        let tests: Vec<_> = named
-            .iter()
-            .filter(|name| name.chars().all(|c| c.is_alphanumeric() || c == '_'))
-            .collect();
-        assert!(!tests.is_empty(), "missing tests of {section}");
-        missing.extend(tests.into_iter().filter(|name| !functions.contains(*name)).cloned());
-        invariants += 1;
+    let invariants: BTreeSet<_> = text
+        .lines()
+        .filter_map(|line| line.strip_prefix("### ")?.split(' ').next().map(str::to_owned))
+        .collect();
+    assert_eq!(invariants.len(), 17);
+    let (mut shown, mut wrong) = (BTreeSet::new(), Vec::new());
+    for file in sources(&CODE) {
+        let text = fs::read_to_string(&file).expect("a source file");
+        let lines: Vec<_> = text.lines().map(str::trim).collect();
+        for (at, line) in lines.iter().enumerate() {
+            let above = line.strip_prefix("// Shows ");
+            let Some(names) = above.or(line.strip_prefix("//! Shows ")) else { continue };
+            if !names.chars().nth(1).is_some_and(|c| c.is_ascii_digit()) {
+                continue;
+            }
+            let names: Vec<_> = names.trim_end_matches('.').split(", ").collect();
+            let function = lines[at + 1..].iter().find(|line| !line.starts_with("#["));
+            let marks = above.is_none() || function.is_some_and(|line| line.contains("fn "));
+            if !marks || names.iter().any(|&name| !invariants.contains(name)) {
+                wrong.push(format!("{}:{}: {line}", file.display(), at + 1));
+            }
+            shown.extend(names.into_iter().map(str::to_owned));
+        }
     }
-    assert_eq!(invariants, 17);
-    assert!(missing.is_empty(), "no such function: {missing:?}");
+    assert!(wrong.is_empty(), "\n{}\n", wrong.join("\n"));
+    let missing: Vec<_> = invariants.difference(&shown).collect();
+    assert!(missing.is_empty(), "no test shows {missing:?}");
 }
 
 #[test]
@@ -305,7 +315,6 @@ fn beside(page: &str, path: &Path) -> PathBuf {
     Path::new(page).with_file_name("").join(path)
 }
 
-/// Returns the documentation at the end of `text`.
 /// Returns the public types whose documentation has `section`.
 fn types_with(section: &str, files: &[PathBuf]) -> BTreeSet<String> {
     let mut types = BTreeSet::new();
@@ -333,6 +342,7 @@ fn self_type(text: &str) -> &str {
     start.and_then(|(at, _)| words(&header[at..]).next()).unwrap_or_default()
 }
 
+/// Returns the documentation at the end of `text`.
 fn doc_above(text: &str) -> String {
     let about =
         |line: &&str| line.starts_with("///") || line.starts_with("#[") || line.ends_with(")]");
@@ -411,16 +421,6 @@ fn pages() -> Vec<String> {
         files("md", vec![root().to_owned()]).into_iter().map(relative).collect();
     assert!(found.len() > 20, "only {found:?}");
     found.sort();
-    found
-}
-
-fn functions() -> BTreeSet<String> {
-    let mut found = BTreeSet::new();
-    for path in sources(&CODE) {
-        let text = fs::read_to_string(&path).expect("a source file");
-        let names = text.split("fn ").skip(1);
-        found.extend(names.filter_map(|rest| rest.split(['(', '<']).next()).map(str::to_owned));
-    }
     found
 }
 

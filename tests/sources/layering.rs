@@ -61,6 +61,7 @@ fn each_unsafe_names_an_invariant() {
 }
 
 // With others, code of the program could run under a lock.
+// Shows F2.
 #[test]
 fn locks_and_events_are_those_of_rdma_provider() {
     let wrong = all_files().iter().flat_map(foreign_locks_and_events).collect::<Vec<_>>();

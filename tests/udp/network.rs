@@ -149,6 +149,7 @@ fn counted(network: &Network, enough: impl Fn(&tokio_rdma::software::LinkCounter
     }
 }
 
+// Shows S4.
 #[test]
 fn noise_is_dropped_and_not_answered() {
     let network = udp::network(&["one"]);
@@ -174,6 +175,7 @@ fn noise_is_dropped_and_not_answered() {
     assert_eq!(counters.rejected + counters.unwanted, sent, "{counters:?}");
 }
 
+// Shows S4.
 #[test]
 fn packets_from_disallowed_peers_are_ignored() {
     let here = udp::network(&["one"]);
@@ -197,6 +199,7 @@ fn packets_from_disallowed_peers_are_ignored() {
 }
 
 /// Sends with all numbers of a connection, but from another address.
+// Shows S4.
 #[test]
 fn queue_pair_ignores_packets_from_other_addresses() {
     let (here, there, elsewhere) =

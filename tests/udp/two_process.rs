@@ -752,6 +752,7 @@ fn operations_succeed_over_a_lossy_wire() {
     between_processes("lossy");
 }
 
+// Shows S4.
 #[test]
 fn refusals_reach_the_other_process() {
     between_processes("refusals");

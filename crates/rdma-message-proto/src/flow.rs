@@ -693,6 +693,7 @@ mod tests {
         }
     }
 
+    // Shows S4.
     #[test]
     fn hostile_headers_do_no_harm() {
         for seed in 0..if cfg!(miri) { 10 } else { 2_000 } {

@@ -228,6 +228,7 @@ mod tests {
         (emit, receiver)
     }
 
+    // Shows F2.
     #[test]
     fn events_run_in_order_once_the_thread_holds_no_lock() {
         let (emit, received) = log();
@@ -295,6 +296,7 @@ mod tests {
         assert_eq!((received.try_recv(), held()), (Ok((1, 0)), 1));
     }
 
+    // Shows F2.
     #[test]
     fn panic_of_an_event_does_not_affect_later_ones() {
         let (emit, received) = log();

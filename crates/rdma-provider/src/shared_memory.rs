@@ -348,6 +348,7 @@ mod tests {
 
     use super::*;
 
+    // Shows S2.
     #[test]
     fn every_alignment_and_length_is_copied_and_nothing_else() {
         let (step, lengths) =
@@ -405,6 +406,7 @@ mod tests {
         }
     }
 
+    // Shows S2.
     #[test]
     fn long_copies_of_every_kind_copy_each_byte_and_nothing_else() {
         const SIZE: usize = 1024;
@@ -435,6 +437,7 @@ mod tests {
         }
     }
 
+    // Shows S2.
     #[test]
     fn reader_that_acquires_the_last_byte_of_a_long_copy_sees_all_others() {
         let (len, rounds) = if cfg!(miri) { (257_usize, 2) } else { (4096 + 9, 2_000_u32) };

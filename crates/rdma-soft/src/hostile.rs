@@ -343,6 +343,7 @@ impl Environment for Log {
 mod tests {
     use super::*;
 
+    // Shows S4.
     #[test]
     fn random_packets_and_requests_do_no_harm() {
         let mut random = fastrand::Rng::with_seed(11);

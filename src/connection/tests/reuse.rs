@@ -83,6 +83,7 @@ fn closed_connection_leaves_its_resources_to_the_next() {
     });
 }
 
+// Shows S4.
 #[test]
 fn resources_that_the_service_uses_are_not_left_to_others() {
     run(|| async {

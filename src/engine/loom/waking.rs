@@ -203,6 +203,7 @@ impl Queue {
     }
 }
 
+// Shows C2.
 #[test]
 fn loom_a_parked_task_never_misses_a_completion() {
     // A request for solicited messages may raise its event before or after it is replaced.
@@ -262,6 +263,7 @@ fn loom_a_parked_task_learns_of_a_device_that_is_lost_after_a_completion() {
     }
 }
 
+// Shows C2.
 #[test]
 fn loom_a_completion_around_the_start_of_the_serving_task_wakes_its_operation() {
     ::loom::model(|| {
@@ -344,6 +346,7 @@ impl SpinningTask {
     }
 }
 
+// Shows C2.
 #[test]
 fn loom_receives_are_found_while_a_task_begins_or_ends_to_spin() {
     for by_event in [false, true] {
@@ -364,6 +367,7 @@ fn loom_receives_are_found_while_a_task_begins_or_ends_to_spin() {
     }
 }
 
+// Shows C2.
 #[test]
 fn loom_an_operation_that_waits_beside_a_spinning_task_is_woken() {
     for by_event in [false, true] {
@@ -389,6 +393,7 @@ fn loom_an_operation_that_waits_beside_a_spinning_task_is_woken() {
     }
 }
 
+// Shows C2.
 #[test]
 fn loom_an_event_for_an_operation_that_waits_beside_a_spinning_task_is_taken() {
     ::loom::model(|| {
@@ -414,6 +419,7 @@ fn loom_an_event_for_an_operation_that_waits_beside_a_spinning_task_is_taken() {
 }
 
 // The reactor of the other runtime acts only after the channel becomes readable.
+// Shows C2.
 #[test]
 fn loom_a_receive_is_found_by_another_runtime_than_the_blocked_one_whose_task_spins() {
     for by_event in [false, true] {
@@ -439,6 +445,7 @@ fn loom_a_receive_is_found_by_another_runtime_than_the_blocked_one_whose_task_sp
     }
 }
 
+// Shows C2.
 #[test]
 fn loom_a_receive_is_found_although_the_task_that_spins_is_dropped() {
     for by_event in [false, true] {

@@ -14,6 +14,7 @@ use crate::software::{Faults, Network};
 use crate::types::{Access, QpAttr, QpState};
 use crate::verbs::Device;
 
+// Shows C1.
 #[test]
 fn batch_that_was_done_before_a_reset_has_succeeded() {
     let device = Device::software_in(&Network::new(), "device").unwrap();
@@ -57,6 +58,7 @@ fn batch_that_was_done_before_a_reset_has_succeeded() {
     }
 }
 
+// Shows S1.
 #[test]
 fn batch_of_a_queue_pair_that_cannot_be_flushed_ends_and_keeps_its_buffers_until_that_is_destroyed()
 {
@@ -100,6 +102,7 @@ fn batch_of_a_queue_pair_that_cannot_be_flushed_ends_and_keeps_its_buffers_until
     schedule_teardown().finish();
 }
 
+// Shows C1.
 #[test]
 fn part_in_flight_before_one_that_was_refused_has_not_succeeded() {
     // The device processes nothing.
@@ -156,6 +159,7 @@ impl tracing::Subscriber for Panics {
     fn exit(&self, _: &tracing::span::Id) {}
 }
 
+// Shows S1.
 #[test]
 fn buffers_posted_while_a_subscriber_panics_are_not_freed() {
     // The device processes nothing.

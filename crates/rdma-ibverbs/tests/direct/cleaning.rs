@@ -274,6 +274,7 @@ fn full_queue_is_cleaned_though_libmlx5_leaves_its_newest_entry() {
     assert_eq!(rig.ours[0].poll().unwrap(), None);
 }
 
+// Shows S3.
 #[test]
 fn destruction_removes_the_completions_that_libmlx5_removes() {
     for seed in 0..20 {

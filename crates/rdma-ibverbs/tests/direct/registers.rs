@@ -26,6 +26,7 @@ fn page(register: &Memory) -> Memory {
     Memory::new(start.cast(), 4096)
 }
 
+// Shows S3.
 #[test]
 fn queue_pairs_share_no_register_with_those_of_libmlx5() {
     let world = World::new();

@@ -483,6 +483,7 @@ fn long(transport: Transport) -> Rig {
     Rig::new(transport, caps(4, sges, 600))
 }
 
+// Shows S3.
 #[test]
 fn entries_of_all_operations_data_and_flags_equal_those_of_libmlx5() {
     for transport in ALL {

@@ -306,6 +306,7 @@ mod tests {
         }
     }
 
+    // Shows E1.
     #[test]
     fn a_missing_and_a_superfluous_attribute_are_both_named() {
         let error = check_transition(Transport::Rc, QpState::Reset, QpState::Init, M::PORT | M::AV)

@@ -302,6 +302,7 @@ mod tests {
         (count.clone(), count.into())
     }
 
+    // Shows C2.
     #[test]
     fn wakers_are_called_in_place_of_the_descriptor() {
         let mailbox = Mailbox::new().unwrap();
@@ -328,6 +329,7 @@ mod tests {
         assert_eq!((mailbox.pop(), drain(mailbox.fd())), (Some(1), 0));
     }
 
+    // Shows C2.
     #[test]
     fn waker_is_called_when_the_last_hold_of_a_queue_with_events_ends() {
         let mailbox = Mailbox::new().unwrap();
@@ -347,6 +349,7 @@ mod tests {
         assert_eq!(count.0.load(Ordering::Relaxed), 1, "the queue is empty");
     }
 
+    // Shows F2.
     #[test]
     fn waker_that_uses_the_queue_is_called_without_a_lock() {
         struct Reader(Mailbox<u32>, Mutex<Vec<u32>>);

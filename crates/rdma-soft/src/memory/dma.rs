@@ -324,6 +324,7 @@ impl<const N: usize> Deref for Words<N> {
 mod tests {
     use super::*;
 
+    // Shows S1.
     #[test]
     fn every_alignment_and_length_is_copied_exactly() {
         for (from_shared, to_shared) in [(false, false), (false, true), (true, false), (true, true)]

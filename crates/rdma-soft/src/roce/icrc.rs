@@ -280,6 +280,7 @@ mod tests {
         }
     }
 
+    // Shows S4.
     #[test]
     fn verify_finds_damage_except_one_in_32768() {
         let mut random = fastrand::Rng::with_seed(4);

@@ -51,6 +51,7 @@ fn registration_is_released_after_running_copies() {
     assert!(released.into_inner());
 }
 
+// Shows S2.
 #[test]
 fn shared_or_remotely_writable_memory_uses_atomic_accesses() {
     let (keys, base, _) = memory();
@@ -109,6 +110,7 @@ fn memory_resolves_by_its_iova() {
 
 /// Attacks keys as a peer could. If the upper bits were `(n + 256 v) * f` modulo 2^24 for a counter
 /// `n`, four bits `v` and a secret odd `f`, four keys would reveal `f`.
+// Shows S4.
 #[test]
 fn granted_keys_do_not_predict_the_next_one() {
     const FAMILY: u32 = (1 << 24) - 1;
@@ -167,6 +169,7 @@ fn granted_keys_do_not_predict_the_next_one() {
 
 /// Checks that each bit of keys and of their differences is set half of the time, and that no
 /// difference recurs more often than by chance.
+// Shows S4.
 #[test]
 fn consecutive_keys_are_statistically_independent() {
     const COUNT: usize = 8_192;

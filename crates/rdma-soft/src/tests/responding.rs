@@ -158,6 +158,7 @@ fn closed_gap_is_acknowledged_and_not_reported() {
     assert_eq!(it.syndromes(), [(0, Syndrome::ACK)], "the NAK was not sent yet");
 }
 
+// Shows S4.
 #[test]
 fn duplicate_reads_do_not_block_a_new_request() {
     let mut it = Responding::new(2);

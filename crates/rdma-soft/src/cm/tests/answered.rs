@@ -122,6 +122,7 @@ fn early_packet_confirms_and_gets_rnr_nak() {
     assert_eq!(Out::of(&mut pair.b).requests.len(), 0, "the program is notified once");
 }
 
+// Shows S4.
 #[test]
 fn oldest_of_the_peer_with_most_is_evicted_and_others_stay() {
     let (mut pair, admission) = answering();

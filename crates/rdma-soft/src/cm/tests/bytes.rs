@@ -251,6 +251,7 @@ fn invalid_datagrams_fail_with_named_error() {
     assert_eq!(changed(164, 0x10), refused(RejectReason::UNSUPPORTED));
 }
 
+// Shows S4.
 #[test]
 fn random_inputs_keep_invariants() {
     let mut random = fastrand::Rng::with_seed(1);

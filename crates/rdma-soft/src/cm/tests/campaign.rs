@@ -155,6 +155,7 @@ fn lossy(seed: u64) {
     assert_eq!((pair.a.sizes(), pair.b.sizes()), ([0; 4], [0; 4]));
 }
 
+// Shows S4.
 #[test]
 fn hostile_messages_leave_state_bounded() {
     for seed in seeds().take(50) {

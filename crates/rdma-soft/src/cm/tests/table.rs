@@ -186,6 +186,7 @@ fn mad(message: Message) -> Mad {
     Mad { transaction: 1, message }
 }
 
+// Shows S4.
 #[test]
 fn each_message_in_each_state_matches_the_table() {
     for row in &ROWS {
@@ -213,6 +214,7 @@ fn each_message_in_each_state_matches_the_table() {
     }
 }
 
+// Shows S4.
 #[test]
 fn messages_with_wrong_ids_or_gid_change_no_connection() {
     let stranger = Gid([0xc; 16]);

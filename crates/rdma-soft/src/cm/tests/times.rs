@@ -545,6 +545,7 @@ fn traffic_before_rtu_confirms_and_stray_packets_do_not() {
     assert!(out.events.is_empty() && out.sent.is_empty(), "{out:?}");
 }
 
+// Shows S4.
 #[test]
 fn one_peer_cannot_use_all_half_open_records() {
     let mut pair = Pair::new();
@@ -646,6 +647,7 @@ fn unconfirmed_requests_expire_sooner_when_records_are_scarce() {
     assert_eq!(few.b.half_open.total(), MAX_HALF_OPEN / 2);
 }
 
+// Shows S4.
 #[test]
 fn answers_beyond_the_limit_are_dropped() {
     let mut pair = Pair::new();
@@ -800,6 +802,7 @@ fn retransmitted_rep_counts_towards_the_answer_limit() {
 }
 
 /// Checks that a peer cannot derive ids from its own connections' ids.
+// Shows S4.
 #[test]
 fn connection_ids_do_not_predict_the_next_one() {
     let mut pair = Pair::new();

@@ -145,6 +145,7 @@ fn dc_packets_use_manufacturer_opcodes() {
     }
 }
 
+// Shows S4.
 #[test]
 fn random_images_parse_or_fail() {
     let mut random = fastrand::Rng::with_seed(1);
