@@ -80,8 +80,8 @@ mod pages {
     #[doc = include_str!("../docs/from-async-rdma.md")]
     mod from_async_rdma {}
 
-    #[doc = include_str!("../docs/from-c-verbs.md")]
-    mod from_c_verbs {}
+    #[doc = include_str!("../docs/verbs.md")]
+    mod verbs {}
 
     #[doc = include_str!("../docs/dc.md")]
     mod dc {}
