@@ -4,6 +4,24 @@
 //!
 //! A message affects a connection only if it names both ids and comes from the peer's GID. Timeouts
 //! that a peer requests are clamped to local bounds.
+//!
+//! ```text
+//!   active                                                        passive
+//!   REQ  service id, queue pair, PSN, timers, MTU, addresses ──▶  request to the listener
+//!        ◀──  REP  queue pair, PSN      or      REJ  reason
+//!   RTU  or the first packet of the connection               ──▶  established
+//!   DREQ ──▶ or ◀──  either side disconnects; DREP answers
+//! ```
+//!
+//! - REQ is retransmitted after 268 ms, then after twice the previous wait, up to 4.3 s. Each wait
+//!   is shortened by up to a quarter, so that simultaneous connections do not retransmit in step. A
+//!   peer that asks for time (MRA) gets it within the deadline. A "port unreachable" message that
+//!   quotes the pending REQ ends it.
+//! - DREQ is sent five times with the same waits.
+//! - REP is retransmitted as the peer's request asks, at an interval of 1 ms to 4.3 s.
+//! - A request proposes timers to the peer: an acknowledgement timeout of 1.07 s, because this
+//!   process may wait for a processor, 6 retries, unlimited RNR retries, and 15 retransmissions of
+//!   the REP, one each 1.1 s.
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::hash::{Hash, Hasher};
