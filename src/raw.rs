@@ -18,8 +18,8 @@
 //! ```
 //!
 //! [`ffi`] declares what this crate calls. With feature `rdma-sys`, `as_rdma_sys` returns the same
-//! handles for the functions of the crate [rdma-mummy-sys](https://docs.rs/rdma-mummy-sys), which
-//! has the interface of rdma-sys and builds with current compilers; to build it takes cmake and
+//! handles for the functions of [rdma-mummy-sys](https://docs.rs/rdma-mummy-sys), which has the
+//! interface of the crate rdma-sys and builds with current compilers. Building it needs cmake and
 //! libclang.
 //!
 //! # Safety
@@ -38,7 +38,7 @@
 //! - change the `context` of an id of the connection manager, which points to state of this crate;
 //! - post, poll, arm or resize queues of a device that is used directly
 //!   ([`DataPath::Direct`](crate::types::DataPath::Direct)), except those that the caller creates:
-//!   libmlx5 does not know what is in them.
+//!   libmlx5 does not know this crate's entries.
 
 #![forbid(unsafe_code)]
 
@@ -68,7 +68,7 @@ macro_rules! handles {
                     Some($raw?.as_raw())
                 }
 
-                /// Returns [`as_raw`](Self::as_raw) for functions of the crate `rdma-sys`.
+                /// Returns [`as_raw`](Self::as_raw) for functions of rdma-mummy-sys.
                 #[cfg(feature = "rdma-sys")]
                 #[must_use]
                 pub fn as_rdma_sys(&self) -> Option<NonNull<rdma_sys::$handle>> {

@@ -56,7 +56,7 @@ pub(crate) struct Drainer {
     spin: SpinBudget,
     reactors: Reactors,
     state: Mutex<State>,
-    /// Not with timestamps.
+    /// `None` also for a queue with timestamps, whose completions are copied before dispatch.
     direct: Option<Arc<DirectQueue>>,
     cq: Cq,
     grows: bool,

@@ -50,7 +50,8 @@ const FAILED: u16 = 128;
 const SOLICITED: u16 = 256;
 /// The work queue may have a completion waker.
 const NOTIFIES: u16 = 512;
-/// The completion has a timestamp, which only the dispatch of all completions records.
+/// The completion queue has timestamps, which only its dispatch records: the operation must not
+/// take its own completion.
 const STAMPED: u16 = 1024;
 
 pub(crate) type Outcome = Result<WorkCompletion, OpErrorKind>;

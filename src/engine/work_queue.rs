@@ -178,10 +178,9 @@ impl WorkQueue {
     /// Records the timestamp of a completion, before the operation is complete.
     pub(super) fn stamp(&self, id: WrId, timestamp: Timestamp) {
         let index = index_of(id) as usize;
-        // The slots limit the length.
-        if let (Some(timestamps), true) =
-            (&self.timestamps, self.slots.find(index_of(id)).is_some())
-        {
+        let Some(timestamps) = &self.timestamps else { return };
+        // Otherwise the device repeats itself, and another operation may have the slot.
+        if self.slots.find(index_of(id)).is_some_and(|slot| slot.is_current(id)) {
             let mut timestamps = lock(timestamps);
             if timestamps.len() <= index {
                 timestamps.resize(index + 1, Timestamp::default());

@@ -123,11 +123,11 @@ impl<F: OperationKind> Operation<F> {
     /// Returns a future that also returns the time at which the device completed the operation. A
     /// [`DeviceClock`](crate::verbs::DeviceClock) converts it to an `Instant`.
     ///
-    /// The time is `None` if the completion queue was built without [timestamps]. Failures, atomic
-    /// operations and batches have no time; [`poll_timestamped`] returns that of each completion.
+    /// The time is `None` if the completion queue was built without [timestamps]. Failed
+    /// operations, atomics and batches return no time. Bare [`verbs`](crate::verbs) have that of
+    /// each successful completion: `verbs::Cq::timestamped`.
     ///
     /// [timestamps]: crate::completion::CompletionQueueBuilder::timestamps
-    /// [`poll_timestamped`]: crate::verbs::Cq::poll_timestamped
     pub fn timestamped(self) -> Timestamped<F> {
         Timestamped(self)
     }

@@ -27,8 +27,8 @@ pub struct Cq {
     capacity: Mutex<u32>,
     events: Arc<Events>,
     direct: Option<Arc<CompletionQueue>>,
-    /// The same queue, if it has timestamps. Locked while it is polled.
-    extended: Option<Mutex<NonNull<ibv_cq_ex>>>,
+    /// The same queue, if it has timestamps.
+    extended: Option<NonNull<ibv_cq_ex>>,
 }
 
 // SAFETY: S3: libibverbs is thread-safe.
@@ -72,7 +72,7 @@ impl Cq {
             _ if timestamps => {
                 // SAFETY: S3: the context is open and owns the channel, if any.
                 let queue = unsafe { create_timestamped(new) }?;
-                extended = Some(Mutex::new(queue));
+                extended = Some(queue);
                 // Entries of a compressed session have no timestamps.
                 if let Some(device) = &mut direct {
                     device.compressed = false;
@@ -132,14 +132,14 @@ impl contract::Cq for Cq {
     }
 
     fn poll_timestamped(&self, out: &mut [TimestampedCompletion]) -> Result<usize, VerbError> {
-        let Some(extended) = &self.extended else {
+        let Some(extended) = self.extended else {
             return Err(VerbError::new("ibv_start_poll", VerbError::EINVAL));
         };
         if let Some(direct) = self.direct() {
             return direct.poll_timestamped(out);
         }
-        // SAFETY: S3: the queue is alive, has all fields of `FIELDS`, and is locked.
-        unsafe { poll_extended(*extended.lock(), out) }
+        // SAFETY: S3: the queue is alive, and has all fields of `FIELDS`.
+        unsafe { poll_extended(extended, out) }
     }
 
     fn arm(&self, solicited_only: bool) -> Result<(), VerbError> {
@@ -236,7 +236,8 @@ unsafe fn create_timestamped(new: NewCompletionQueue) -> Result<NonNull<ibv_cq_e
 ///
 /// # Safety
 ///
-/// The queue is alive and was created with [`FIELDS`], and no other thread polls it.
+/// The queue is alive and was created with [`FIELDS`]. Drivers exclude other polls from the start
+/// of a poll to its end, because it was created without IBV_CREATE_CQ_ATTR_SINGLE_THREADED.
 unsafe fn poll_extended(
     cq: NonNull<ibv_cq_ex>,
     out: &mut [TimestampedCompletion],

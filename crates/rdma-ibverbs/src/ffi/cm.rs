@@ -10,6 +10,7 @@ use super::{
 };
 
 enumeration! {
+    in CM_ENUMERATIONS;
     rdma_cm_event_type: c_uint {
         RDMA_CM_EVENT_ADDR_RESOLVED = 0,
         RDMA_CM_EVENT_ADDR_ERROR = 1,
@@ -37,6 +38,7 @@ enumeration! {
 }
 
 structures! {
+    in CM;
     struct rdma_event_channel {
         fd: c_int,
     }

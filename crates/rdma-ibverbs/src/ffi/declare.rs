@@ -1,8 +1,12 @@
-//! Macros for declarations.
+//! Macros for declarations. `in LIST` names a list of them, which a test compares with C.
 
 /// Declares constants of an enumeration, in a module that is called like the enumeration.
 macro_rules! enumeration {
-    ($($name:ident: $type:ident { $($constant:ident = $value:expr,)* })*) => {
+    (in $list:ident; $($name:ident: $type:ident { $($constant:ident = $value:expr,)* })*) => {
+        #[cfg(test)]
+        pub(in $crate::ffi) const $list: &[$crate::ffi::tests::Constants] =
+            &[$($name::CONSTANTS),*];
+
         $(
             pub mod $name {
                 pub type Type = std::ffi::$type;
@@ -17,7 +21,11 @@ macro_rules! enumeration {
 
 /// Declares an enumeration whose constants are bits.
 macro_rules! flags {
-    ($($name:ident { $($constant:ident = $value:expr,)* })*) => {
+    (in $list:ident; $($name:ident { $($constant:ident = $value:expr,)* })*) => {
+        #[cfg(test)]
+        pub(in $crate::ffi) const $list: &[$crate::ffi::tests::Constants] =
+            &[$($name::CONSTANTS),*];
+
         $(
             #[repr(transparent)]
             #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -57,8 +65,15 @@ macro_rules! flags {
 
 /// Declares structures and unions of C.
 macro_rules! structures {
-    ($($kind:ident $name:ident { $($field:ident: $type:ty,)* })*) => {
+    (
+        in $list:ident;
+        $($(#[$doc:meta])* $kind:ident $name:ident { $($field:ident: $type:ty,)* })*
+    ) => {
+        #[cfg(test)]
+        pub(in $crate::ffi) const $list: &[$crate::ffi::tests::Layout] = &[$($name::LAYOUT),*];
+
         $(
+            $(#[$doc])*
             #[repr(C)]
             #[derive(Clone, Copy)]
             pub $kind $name {
@@ -66,7 +81,6 @@ macro_rules! structures {
             }
 
             #[cfg(test)]
-            #[allow(dead_code, reason = "unnamed unions have no counterpart in C")]
             impl $name {
                 pub(in $crate::ffi) const LAYOUT: $crate::ffi::tests::Layout =
                     $crate::ffi::tests::Layout {
@@ -94,13 +108,13 @@ macro_rules! functions {
             #[inline]
             pub unsafe fn $name($($argument: $type),*) $(-> $result)? {
                 type Function = unsafe extern "C" fn($($type),*) $(-> $result)?;
+                const NAME: &std::ffi::CStr =
+                    $crate::ffi::library::name(concat!(stringify!($name), "\0"));
                 static FOUND: $crate::ffi::library::Cache<Function> =
                     $crate::ffi::library::Cache::new();
                 // SAFETY: S3: the header declares this type.
-                let found = unsafe {
-                    $crate::ffi::Library::$library
-                        .cached(&FOUND, concat!(stringify!($name), "\0"))
-                };
+                let found =
+                    unsafe { $crate::ffi::Library::$library.cached(&FOUND, NAME) };
                 match found {
                     // SAFETY: S3: the caller's promise.
                     Some(function) => unsafe { function($($argument),*) },

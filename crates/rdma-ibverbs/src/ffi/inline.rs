@@ -1,7 +1,7 @@
 //! What `verbs.h` and `mlx5dv.h` define inline: calls through the fields of an object.
 //!
-//! A driver sets the fields that it supports. `ibv_context` may be part of a `verbs_context`, whose
-//! fields grow at its start and whose size says which there are.
+//! The function of a driver is a field of an object. Functions that a driver may lack are in the
+//! `verbs_context` around an `ibv_context`.
 
 use std::ffi::{c_int, c_uint, c_void};
 use std::mem::{offset_of, size_of};
@@ -20,7 +20,7 @@ const EXTENDED: usize = usize::MAX;
 /// # Safety
 ///
 /// The context is open.
-unsafe fn around(context: *mut ibv_context) -> Option<*const verbs_context> {
+unsafe fn verbs_context_of(context: *mut ibv_context) -> Option<*const verbs_context> {
     // SAFETY: S3: the caller's promise.
     let is_extended = unsafe { (*context).abi_compat }.addr() == EXTENDED;
     let start = context.wrapping_byte_sub(offset_of!(verbs_context, context));
@@ -28,9 +28,9 @@ unsafe fn around(context: *mut ibv_context) -> Option<*const verbs_context> {
 }
 
 /// Returns a function of a context that its driver may lack, `verbs_get_ctx_op`.
-macro_rules! operation {
+macro_rules! driver_function {
     ($context:expr, $field:ident) => {
-        around($context).and_then(|all| {
+        verbs_context_of($context).and_then(|all| {
             let needed = size_of::<verbs_context>() - offset_of!(verbs_context, $field);
             if (*all).sz < needed { None } else { (*all).$field }
         })
@@ -54,7 +54,7 @@ macro_rules! optional {
             pub unsafe fn $name($($argument: $type),*) -> $result {
                 // SAFETY: S3: the caller's promise.
                 unsafe {
-                    match operation!($context, $field) {
+                    match driver_function!($context, $field) {
                         Some(function) => function($($argument),*),
                         None => Missing::missing(),
                     }
@@ -93,7 +93,7 @@ pub unsafe fn ibv_create_qp_ex(
         if (*attr).comp_mask == ibv_qp_init_attr_mask::IBV_QP_INIT_ATTR_PD.0 {
             return ibv_create_qp((*attr).pd, attr.cast());
         }
-        match operation!(context, create_qp_ex) {
+        match driver_function!(context, create_qp_ex) {
             Some(function) => function(context, attr),
             None => Missing::missing(),
         }
@@ -112,7 +112,7 @@ pub unsafe fn ibv_query_device_ex(
 ) -> c_int {
     // SAFETY: S3: the caller's promise.
     unsafe {
-        if let Some(function) = operation!(context, query_device_ex) {
+        if let Some(function) = driver_function!(context, query_device_ex) {
             let result = function(context, input, attr, size_of::<ibv_device_attr_ex>());
             if result != VerbError::EOPNOTSUPP {
                 return result;
@@ -135,7 +135,7 @@ pub unsafe fn ibv_query_port(
 ) -> c_int {
     // SAFETY: S3: the caller's promise.
     unsafe {
-        if let Some(function) = operation!(context, query_port) {
+        if let Some(function) = driver_function!(context, query_port) {
             return function(context, port, attr, size_of::<ibv_port_attr>());
         }
         ptr::write_bytes(attr, 0, 1);
@@ -175,7 +175,8 @@ macro_rules! always {
             /// Handles are alive, and pointers valid, as the manual page requires.
             #[inline]
             pub unsafe fn $name($($argument: $type),*) -> $result {
-                // SAFETY: S3: the caller's promise; libibverbs sets the field.
+                // SAFETY: S3: the caller's promise; libibverbs sets these fields when a driver
+                // opens a device, to functions that fail if the driver has none.
                 unsafe { (*$context).ops.$field.unwrap_unchecked()($($argument),*) }
             }
         )*

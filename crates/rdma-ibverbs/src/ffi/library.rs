@@ -1,6 +1,6 @@
 //! The libraries, and the functions found in them.
 
-use std::ffi::c_int;
+use std::ffi::{CStr, c_int};
 use std::mem;
 use std::ptr;
 use std::sync::OnceLock;
@@ -28,19 +28,19 @@ impl Library {
         }
     }
 
-    /// Returns whether the library has function `name`, which ends with NUL.
-    pub(crate) fn has(self, name: &str) -> bool {
+    /// Returns whether the library has a function.
+    pub(crate) fn has(self, name: &CStr) -> bool {
         // SAFETY: S3: the function is not called.
         unsafe { self.function::<unsafe extern "C" fn()>(name) }.is_some()
     }
 
-    /// Returns function `name`, which ends with NUL; `None` if the library or its version has none.
+    /// Returns a function; `None` if the library is missing, or its version has none.
     ///
     /// # Safety
     ///
     /// `F` is the type of the function.
     #[inline]
-    pub(crate) unsafe fn cached<F: Copy>(self, cache: &Cache<F>, name: &str) -> Option<F> {
+    pub(crate) unsafe fn cached<F: Copy>(self, cache: &Cache<F>, name: &CStr) -> Option<F> {
         match cache.get() {
             Some(found) => *found,
             // SAFETY: S3: the caller's promise.
@@ -52,8 +52,8 @@ impl Library {
     ///
     /// See [`cached`](Self::cached).
     #[cold]
-    unsafe fn look_up<F: Copy>(self, cache: &Cache<F>, name: &str) -> Option<F> {
-        // The initialisation locks the cache.
+    unsafe fn look_up<F: Copy>(self, cache: &Cache<F>, name: &CStr) -> Option<F> {
+        // `get_or_init` holds a lock meanwhile, so log events wait until it is released.
         let _section = Section::begin();
         // SAFETY: S3: the caller's promise.
         *cache.get_or_init(|| unsafe { self.function(name) })
@@ -62,7 +62,7 @@ impl Library {
     /// # Safety
     ///
     /// See [`cached`](Self::cached).
-    unsafe fn function<F: Copy>(self, name: &str) -> Option<F> {
+    unsafe fn function<F: Copy>(self, name: &CStr) -> Option<F> {
         // SAFETY: S3: the initialisers of rdma-core's libraries have no conditions.
         let library = unsafe { libloading::Library::new(self.file()) };
         let library = library
@@ -72,16 +72,24 @@ impl Library {
             })
             .ok()?;
         // SAFETY: S3: the caller's promise.
-        let function = unsafe { library.get::<F>(name.as_bytes()) };
+        let function = unsafe { library.get::<F>(name.to_bytes_with_nul()) };
         let function = function
             .inspect_err(|error| {
-                rdma_provider::debug!(%error, name, "failed to find a function of a library");
+                rdma_provider::debug!(%error, ?name, "failed to find a function of a library");
             })
             .ok()
             .map(|function| *function);
-        // The function must stay.
+        // The library stays open: the cache holds its functions for ever.
         mem::forget(library);
         function
+    }
+}
+
+/// Returns a name that ends with NUL.
+pub(super) const fn name(text: &'static str) -> &'static CStr {
+    match CStr::from_bytes_with_nul(text.as_bytes()) {
+        Ok(name) => name,
+        Err(_) => c"",
     }
 }
 

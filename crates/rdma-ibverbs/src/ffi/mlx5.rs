@@ -1,20 +1,25 @@
 //! `infiniband/mlx5dv.h`.
 
-use std::ffi::{c_int, c_uint, c_void};
+use std::ffi::{c_int, c_void};
 
 use super::{
     ibv_ah, ibv_context, ibv_cq, ibv_cq_ex, ibv_cq_init_attr_ex, ibv_qp, ibv_qp_ex,
     ibv_qp_init_attr_ex, ibv_srq,
 };
 
-pub type mlx5dv_dc_type = c_uint;
-pub const MLX5DV_DCTYPE_DCT: mlx5dv_dc_type = 1;
-pub const MLX5DV_DCTYPE_DCI: mlx5dv_dc_type = 2;
-
-pub type mlx5dv_cqe_comp_res_format = c_uint;
-pub const MLX5DV_CQE_RES_FORMAT_HASH: mlx5dv_cqe_comp_res_format = 1;
+enumeration! {
+    in MLX5_ENUMERATIONS;
+    mlx5dv_dc_type: c_uint {
+        MLX5DV_DCTYPE_DCT = 1,
+        MLX5DV_DCTYPE_DCI = 2,
+    }
+    mlx5dv_cqe_comp_res_format: c_uint {
+        MLX5DV_CQE_RES_FORMAT_HASH = 1,
+    }
+}
 
 flags! {
+    in MLX5_FLAGS;
     mlx5dv_context_comp_mask {
         MLX5DV_CONTEXT_MASK_CQE_COMPRESION = 1,
         MLX5DV_CONTEXT_MASK_MAX_DC_RD_ATOM = 1 << 14,
@@ -37,6 +42,7 @@ flags! {
 }
 
 structures! {
+    in MLX5;
     struct mlx5dv_cqe_comp_caps {
         max_num: u32,
         supported_format: u32,
@@ -69,7 +75,7 @@ structures! {
         log_max_num_deks: u8,
         flags: u32,
     }
-    // Its start: libraries write later fields only if `comp_mask` asks for them.
+    /// The start of the structure: do not ask for later fields in `comp_mask`.
     struct mlx5dv_context {
         version: u8,
         flags: u64,
@@ -98,7 +104,7 @@ structures! {
         cqe_size: u16,
     }
     struct mlx5dv_dc_init_attr {
-        dc_type: mlx5dv_dc_type,
+        dc_type: mlx5dv_dc_type::Type,
         // A union with the streams of initiators.
         dct_access_key: u64,
     }
@@ -108,7 +114,7 @@ structures! {
         dc_init_attr: mlx5dv_dc_init_attr,
         send_ops_flags: u64,
     }
-    // Its start: further functions follow.
+    /// The start of the structure: further functions follow.
     struct mlx5dv_qp_ex {
         comp_mask: u64,
         wr_set_dc_addr: Option<unsafe extern "C" fn(*mut Self, *mut ibv_ah, u32, u64)>,

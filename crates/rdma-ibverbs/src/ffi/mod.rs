@@ -2,11 +2,13 @@
 //! libmlx5.
 //!
 //! Names, fields and values are those of `infiniband/verbs.h`, `rdma/rdma_cma.h` and
-//! `infiniband/mlx5dv.h`; the manual pages of the functions describe them. `.ci/slow builds`
-//! compares sizes, offsets and constants with the headers.
+//! `infiniband/mlx5dv.h`, except of types that have no name in C. The manual pages of the functions
+//! describe them. `.ci/slow builds` compares sizes, offsets and constants with the headers.
 //!
-//! The libraries are opened when a function is first called. A function that its library lacks, or
-//! whose library cannot be opened, fails with EOPNOTSUPP.
+//! A library is opened when one of its functions is first called. If the library or the function is
+//! missing, then a call that returns an integer returns EOPNOTSUPP itself, not -1; one that returns
+//! a count, its negative; one that returns a pointer, null with EOPNOTSUPP in `errno`; others do
+//! nothing. The outcome of the first call, also a failure, holds for the life of the process.
 //!
 //! ```text
 //! verbs ─┬▶ functions (dlsym)          cm, mlx5 ─▶ verbs

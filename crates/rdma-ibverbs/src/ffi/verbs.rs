@@ -5,6 +5,7 @@ use std::ffi::{c_char, c_int, c_uint, c_void};
 use libc::{pthread_cond_t, pthread_mutex_t, timespec};
 
 enumeration! {
+    in ENUMERATIONS;
     ibv_node_type: c_int {
         IBV_NODE_CA = 1,
         IBV_NODE_RNIC = 4,
@@ -119,6 +120,7 @@ enumeration! {
 }
 
 flags! {
+    in FLAGS;
     ibv_device_cap_flags {
         IBV_DEVICE_MEM_WINDOW_TYPE_2A = 1 << 23,
         IBV_DEVICE_MEM_WINDOW_TYPE_2B = 1 << 24,
@@ -206,6 +208,7 @@ flags! {
 // Devices and ports.
 
 structures! {
+    in DEVICES;
     struct ibv_device {
         // `struct _ibv_device_ops`.
         ops: [Option<Method>; 2],
@@ -381,6 +384,7 @@ pub type Method = unsafe extern "C" fn();
 // Objects.
 
 structures! {
+    in OBJECTS;
     struct ibv_context_ops {
         compat_query_device: Option<Method>,
         compat_query_port:
@@ -419,7 +423,8 @@ structures! {
         mutex: pthread_mutex_t,
         abi_compat: *mut c_void,
     }
-    // Its end: earlier fields follow each other towards its start.
+    /// The end of the structure. Libraries add functions at its start, so `sz`, the length of what
+    /// the library has, says which there are. `from_x` are functions from `x` on, not used here.
     struct verbs_context {
         query_port: Option<
             unsafe extern "C" fn(*mut ibv_context, u8, *mut ibv_port_attr, usize) -> c_int,
@@ -509,6 +514,7 @@ structures! {
         comp_events_completed: u32,
         async_events_completed: u32,
     }
+    /// The start of the structure: further functions follow.
     struct ibv_cq_ex {
         base: ibv_cq,
         comp_mask: u32,
@@ -594,6 +600,7 @@ structures! {
 // Queue pairs.
 
 structures! {
+    in QUEUE_PAIRS;
     struct ibv_qp_cap {
         max_send_wr: u32,
         max_recv_wr: u32,
@@ -616,7 +623,7 @@ structures! {
         rx_hash_key: *mut u8,
         rx_hash_fields_mask: u64,
     }
-    // It begins like `ibv_qp_init_attr`.
+    /// It begins like [`ibv_qp_init_attr`].
     struct ibv_qp_init_attr_ex {
         qp_context: *mut c_void,
         send_cq: *mut ibv_cq,
@@ -678,6 +685,7 @@ structures! {
         cond: pthread_cond_t,
         events_completed: u32,
     }
+    /// The start of the structure: further functions follow.
     struct ibv_qp_ex {
         qp_base: ibv_qp,
         comp_mask: u64,
@@ -710,6 +718,7 @@ structures! {
 // Work requests and completions.
 
 structures! {
+    in WORK;
     struct ibv_sge {
         addr: u64,
         length: u32,

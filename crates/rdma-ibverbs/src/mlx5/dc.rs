@@ -44,7 +44,7 @@ fn create(
 }
 
 /// Returns the type of DC queue pair, with the key of a target.
-fn kind(dc_type: mlx5dv_dc_type, key: u64) -> mlx5dv_dc_init_attr {
+fn kind(dc_type: mlx5dv_dc_type::Type, key: u64) -> mlx5dv_dc_init_attr {
     // SAFETY: S3: zeros are valid.
     let mut kind: mlx5dv_dc_init_attr = unsafe { mem::zeroed() };
     kind.dc_type = dc_type;
@@ -74,7 +74,7 @@ impl Initiator {
         attr.comp_mask = ibv_qp_init_attr_mask::IBV_QP_INIT_ATTR_SEND_OPS_FLAGS.0;
         attr.send_ops_flags = operations.0.into();
         // libmlx5 turns scatter to CQE off for initiators.
-        let raw = create(pd, &mut attr, kind(MLX5DV_DCTYPE_DCI, 0), None)?;
+        let raw = create(pd, &mut attr, kind(mlx5dv_dc_type::MLX5DV_DCTYPE_DCI, 0), None)?;
         // SAFETY: S3: just created, with extended operations.
         let extended = unsafe { ibv_qp_to_qp_ex(raw.as_ptr()) };
         // SAFETY: S3: as above; not null.
@@ -115,7 +115,8 @@ impl Dct {
         attr.send_cq = init.recv_cq.raw();
         attr.recv_cq = init.recv_cq.raw();
         attr.srq = init.srq.raw();
-        let raw = create(pd, &mut attr, kind(MLX5DV_DCTYPE_DCT, init.key.0), flags)?;
+        let raw =
+            create(pd, &mut attr, kind(mlx5dv_dc_type::MLX5DV_DCTYPE_DCT, init.key.0), flags)?;
         // SAFETY: S3: just created.
         let raw = unsafe { Owned::new(raw) };
         let known = QpAttr { state: Some(QpState::Reset), ..QpAttr::default() };

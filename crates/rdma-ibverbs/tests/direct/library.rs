@@ -319,7 +319,7 @@ pub fn create(
         if transport == Transport::Dci {
             let mut dv: mlx5dv_qp_init_attr = zeroed();
             dv.comp_mask = mlx5dv_qp_init_attr_mask::MLX5DV_QP_INIT_ATTR_MASK_DC.0.into();
-            dv.dc_init_attr.dc_type = MLX5DV_DCTYPE_DCI;
+            dv.dc_init_attr.dc_type = mlx5dv_dc_type::MLX5DV_DCTYPE_DCI;
             mlx5dv_create_qp(world.raw_context(), &raw mut init, &raw mut dv)
         } else {
             ibv_create_qp_ex(world.raw_context(), &raw mut init)

@@ -1,13 +1,15 @@
 //! How one queue pair uses the queues of an mlx5 adapter.
 
-/// How a queue pair uses the direct data path of an mlx5 adapter, within what libmlx5's environment
-/// variables permit the process: `MLX5_SCATTER_TO_CQE` and `MLX5_SHUT_UP_BF`.
+/// What a queue pair uses of the direct data path of an mlx5 adapter, within what libmlx5's
+/// environment variables permit the process: `MLX5_SCATTER_TO_CQE` and `MLX5_SHUT_UP_BF`.
 ///
 /// Devices whose [`DataPath`](super::DataPath) is not `Direct` take the default only.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub struct DirectConfig {
-    /// Which short data the adapter puts into completion queue entries instead of buffers.
+    /// Which short data the adapter puts into completion queue entries instead of buffers. Without
+    /// effect on devices with [`DeviceAttr::dma_buf`](super::DeviceAttr::dma_buf): none, because
+    /// their buffers may not be addresses of this process.
     pub scatter_to_cqe: ScatterToCqe,
     /// Short posts are copied to the adapter's register (BlueFlame), which saves it a read of host
     /// memory. True by default.
@@ -39,9 +41,8 @@ impl Default for DirectConfig {
     }
 }
 
-/// Data of up to 32 bytes in completion queue entries: one write of the adapter instead of two, and
-/// a copy by the processor. 64 bytes with `MLX5_CQE_SIZE=128`, which libmlx5 before 2026 reads
-/// wrongly for READs and atomics; the direct data path does not.
+/// Which short data the adapter puts into the completion queue entry, from which the processor
+/// copies it: up to 32 bytes, or 64 with `MLX5_CQE_SIZE=128`. This saves one write over PCIe.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum ScatterToCqe {

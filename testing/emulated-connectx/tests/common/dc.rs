@@ -23,7 +23,7 @@ pub fn dc_target_at_reset(pd: &Arc<Pd>, cq: &Arc<Cq>, srq: &Arc<Srq>) -> Qp {
     let queues = Queues { srq: Some(srq.clone()), ..Queues::one(cq) };
     let mut dv: mlx5dv_qp_init_attr = zeroed();
     dv.comp_mask = mlx5dv_qp_init_attr_mask::MLX5DV_QP_INIT_ATTR_MASK_DC.0.into();
-    dv.dc_init_attr.dc_type = MLX5DV_DCTYPE_DCT;
+    dv.dc_init_attr.dc_type = mlx5dv_dc_type::MLX5DV_DCTYPE_DCT;
     dv.dc_init_attr.dct_access_key = KEY;
     let mut init: ibv_qp_init_attr_ex = zeroed();
     init.comp_mask = ibv_qp_init_attr_mask::IBV_QP_INIT_ATTR_PD.0;
@@ -52,7 +52,7 @@ pub fn dc_initiator(pd: &Arc<Pd>, cq: &Arc<Cq>) -> Qp {
     use ibv_qp_create_send_ops_flags as o;
     let mut dv: mlx5dv_qp_init_attr = zeroed();
     dv.comp_mask = mlx5dv_qp_init_attr_mask::MLX5DV_QP_INIT_ATTR_MASK_DC.0.into();
-    dv.dc_init_attr.dc_type = MLX5DV_DCTYPE_DCI;
+    dv.dc_init_attr.dc_type = mlx5dv_dc_type::MLX5DV_DCTYPE_DCI;
     let mut init: ibv_qp_init_attr_ex = zeroed();
     let mask = ibv_qp_init_attr_mask::IBV_QP_INIT_ATTR_PD
         | ibv_qp_init_attr_mask::IBV_QP_INIT_ATTR_SEND_OPS_FLAGS;

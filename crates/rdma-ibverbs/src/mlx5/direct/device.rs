@@ -26,7 +26,7 @@ use crate::sys;
 pub(crate) struct Device {
     /// BlueFlame is allowed.
     blue_flame: bool,
-    /// The adapter may put short data into CQEs.
+    /// The adapter may put short data into CQEs: all buffers are addresses of this process.
     scatter: bool,
     /// The adapter and libmlx5 can compress completion queue entries.
     pub(crate) offers_compression: bool,
@@ -47,7 +47,7 @@ fn compresses(found: &mlx5dv_context) -> bool {
         && caps.max_num > 1
         && caps.supported_format & objects::HASH != 0
         && (!large || found.flags & u64::from(large_flag) != 0)
-        && Library::Mlx5.has("mlx5dv_create_cq\0")
+        && Library::Mlx5.has(c"mlx5dv_create_cq")
 }
 
 /// The error of a program without feature `mlx5`.
@@ -77,7 +77,7 @@ impl Device {
         // SAFETY: S3: as above; fails for another driver's device.
         let asked = unsafe { mlx5dv_query_device(context.as_ptr(), &raw mut found) };
         sys::status("mlx5dv_query_device", asked).map_err(|_| NO_MLX5)?;
-        if !Library::Mlx5.has("mlx5dv_init_obj\0") {
+        if !Library::Mlx5.has(c"mlx5dv_init_obj") {
             return Err(unknown("direct data path (needs mlx5dv_init_obj of libmlx5)"));
         }
         let first = mlx5dv_context_flags::MLX5DV_CONTEXT_FLAGS_CQE_V1.0;

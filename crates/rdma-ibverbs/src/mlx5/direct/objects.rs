@@ -18,7 +18,7 @@ const AH: u64 = 1 << 5;
 
 /// The format of mini-CQEs of receives. Mini-CQEs of requests have a fixed
 /// format.
-pub(super) const HASH: u32 = MLX5DV_CQE_RES_FORMAT_HASH;
+pub(super) const HASH: u32 = mlx5dv_cqe_comp_res_format::MLX5DV_CQE_RES_FORMAT_HASH;
 
 /// The arguments of `ibv_create_cq(3)`.
 #[derive(Debug, Clone, Copy)]

@@ -36,7 +36,8 @@ pub(super) struct Setup {
     pub(super) ring: Ring<'static>,
     pub(super) record: Record,
     pub(super) register: Arc<Register>,
-    /// A single request may be copied to the register (BlueFlame).
+    /// A single request may be copied to the register (BlueFlame). Not a property of the register,
+    /// which may be shared with queue pairs that choose otherwise.
     pub(super) blue_flame: bool,
 }
 
