@@ -96,14 +96,17 @@ impl DeviceClock {
     #[must_use]
     pub fn instant(&self, timestamp: Timestamp) -> Instant {
         let span = self.ticks(self.earlier.ticks, self.later.ticks);
-        let since = self.ticks(self.earlier.ticks, timestamp);
-        if span > 0 && (0..=span).contains(&since) {
+        // From the later sample: the earlier one may be more than half of a wrap away.
+        let since = self.ticks(self.later.ticks, timestamp);
+        if span > 0 && (-span..=0).contains(&since) {
             let between = self.later.instant.duration_since(self.earlier.instant);
-            let nanoseconds = between.as_nanos() as i128 * i128::from(since) / i128::from(span);
+            let ticks = i128::from(span + since);
+            let nanoseconds = between.as_nanos() as i128 * ticks / i128::from(span);
             return moved(self.earlier.instant, nanoseconds);
         }
-        let nearest = if since < 0 { &self.earlier } else { &self.later };
-        let ticks = self.ticks(nearest.ticks, timestamp);
+        let is_before = span > 0 && since < -span;
+        let (nearest, ticks) =
+            if is_before { (&self.earlier, since + span) } else { (&self.later, since) };
         moved(nearest.instant, i128::from(ticks) * 1_000_000 / i128::from(self.attr.khz))
     }
 
@@ -207,5 +210,13 @@ mod tests {
         clock.later = clock.earlier;
         assert_eq!(clock.instant(Timestamp(350)) - start, Duration::from_micros(1));
         assert_eq!(start - clock.instant(Timestamp(65_386)), Duration::from_micros(1));
+    }
+
+    #[test]
+    fn times_up_to_half_of_a_wrap_from_the_later_sample_are_converted() {
+        let (clock, start) = clock([0, 30_000]);
+        let later = start + Duration::from_micros(100);
+        let converted = clock.instant(Timestamp(40_000));
+        assert_eq!(converted.checked_duration_since(later), Some(Duration::from_micros(40)));
     }
 }

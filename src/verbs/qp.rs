@@ -13,8 +13,8 @@ use crate::dispatch;
 use crate::dispatch::{ReceiveCounters, SendCounters};
 use crate::error::{LimitError, SetupError, VerbError};
 use crate::types::{
-    DataPath, DirectConfig, Gid, QpAttr, QpCaps, QpState, Qpn, RecvWr, SendWr, TransitionError,
-    Transport, check_transition,
+    DataPath, DirectConfig, Gid, QpAttr, QpCaps, QpState, Qpn, RecvWr, ScatterToCqe, SendWr,
+    TransitionError, Transport, check_transition,
 };
 use rdma_provider::contract::{Context as _, Pd as _, PlainWr, PostError, Qp as _, QpInit};
 
@@ -85,7 +85,8 @@ impl Qp {
     /// - [`SetupError::Limit`] above a limit of the device;
     /// - [`SetupError::Foreign`] for queues of another device or protection domain;
     /// - [`SetupError::Unsupported`] for a DC initiator without DC or with a shared receive queue,
-    ///   and for a [`DirectConfig`] on a device without the direct data path.
+    ///   for a [`DirectConfig`] on a device without the direct data path, and for
+    ///   [`ScatterToCqe::All`] on one that registers dma-bufs.
     pub fn new(
         pd: &ProtectionDomain,
         send_cq: &Cq,
@@ -125,6 +126,13 @@ impl Qp {
             return Err(SetupError::Unsupported {
                 what: "scatter to CQE and BlueFlame are chosen on the direct data path of an mlx5 \
                        adapter only; omit the setting",
+            });
+        }
+        if config.direct.scatter_to_cqe == ScatterToCqe::All && attr.dma_buf {
+            return Err(SetupError::Unsupported {
+                what: "a device that registers dma-bufs puts no data into completion queue \
+                       entries: buffers may not be addresses of this process; omit \
+                       ScatterToCqe::All",
             });
         }
         for cq in [send_cq, recv_cq] {

@@ -44,13 +44,14 @@ impl List {
     }
 
     fn iter(&self) -> impl Iterator<Item = (*mut ibv_device, String)> {
-        (0..self.len).map(|index| {
-            // SAFETY: S3: the list has `len` pointers to devices that live as long as it; names are
-            // NUL-terminated.
-            unsafe {
-                let device = *self.first.add(index).as_ptr();
-                (device, CStr::from_ptr(ibv_get_device_name(device)).to_string_lossy().into_owned())
-            }
+        (0..self.len).filter_map(|index| {
+            // SAFETY: S3: the list has `len` pointers to devices that live as long as it.
+            let device = unsafe { *self.first.add(index).as_ptr() };
+            // SAFETY: S3: as above.
+            let name = NonNull::new(unsafe { ibv_get_device_name(device) }.cast_mut())?;
+            // SAFETY: S3: NUL-terminated, and lives as long as the device.
+            let name = unsafe { CStr::from_ptr(name.as_ptr()) };
+            Some((device, name.to_string_lossy().into_owned()))
         })
     }
 }

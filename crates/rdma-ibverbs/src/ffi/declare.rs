@@ -112,9 +112,9 @@ macro_rules! functions {
                     $crate::ffi::library::name(concat!(stringify!($name), "\0"));
                 static FOUND: $crate::ffi::library::Cache<Function> =
                     $crate::ffi::library::Cache::new();
+                let library = $crate::ffi::Library::$library;
                 // SAFETY: S3: the header declares this type.
-                let found =
-                    unsafe { $crate::ffi::Library::$library.cached(&FOUND, NAME) };
+                let found = unsafe { library.cached(&FOUND, NAME) };
                 match found {
                     // SAFETY: S3: the caller's promise.
                     Some(function) => unsafe { function($($argument),*) },

@@ -114,7 +114,7 @@ pub unsafe fn ibv_query_device_ex(
     unsafe {
         if let Some(function) = driver_function!(context, query_device_ex) {
             let result = function(context, input, attr, size_of::<ibv_device_attr_ex>());
-            if result != VerbError::EOPNOTSUPP {
+            if !matches!(result, VerbError::EOPNOTSUPP | VerbError::ENOSYS) {
                 return result;
             }
         }
@@ -159,6 +159,36 @@ pub unsafe fn ibv_query_gid_table(
     unsafe { _ibv_query_gid_table(context, entries, max_entries, flags, size) }
 }
 
+/// See the manual page.
+///
+/// # Safety
+///
+/// Handles are alive, and pointers valid, as the manual page requires.
+pub unsafe fn ibv_alloc_mw(pd: *mut ibv_pd, kind: ibv_mw_type::Type) -> *mut ibv_mw {
+    // SAFETY: S3: the caller's promise.
+    unsafe {
+        match (*(*pd).context).ops.alloc_mw {
+            Some(function) => function(pd, kind),
+            None => Missing::missing(),
+        }
+    }
+}
+
+/// See the manual page.
+///
+/// # Safety
+///
+/// Handles are alive, and pointers valid, as the manual page requires.
+pub unsafe fn ibv_dealloc_mw(mw: *mut ibv_mw) -> c_int {
+    // SAFETY: S3: the caller's promise.
+    unsafe {
+        match (*(*mw).context).ops.dealloc_mw {
+            Some(function) => function(mw),
+            None => Missing::missing(),
+        }
+    }
+}
+
 /// Declares functions that each driver has.
 macro_rules! always {
     (
@@ -184,9 +214,6 @@ macro_rules! always {
 }
 
 always! {
-    alloc_mw: fn ibv_alloc_mw(pd: *mut ibv_pd, kind: ibv_mw_type::Type)
-        -> *mut ibv_mw, of (*pd).context;
-    dealloc_mw: fn ibv_dealloc_mw(mw: *mut ibv_mw) -> c_int, of (*mw).context;
     poll_cq: fn ibv_poll_cq(cq: *mut ibv_cq, entries: c_int, wc: *mut ibv_wc)
         -> c_int, of (*cq).context;
     req_notify_cq: fn ibv_req_notify_cq(cq: *mut ibv_cq, solicited_only: c_int)

@@ -31,7 +31,7 @@ impl Library {
     /// Returns whether the library has a function.
     pub(crate) fn has(self, name: &CStr) -> bool {
         // SAFETY: S3: the function is not called.
-        unsafe { self.function::<unsafe extern "C" fn()>(name) }.is_some()
+        self.open().is_some_and(|it| unsafe { find::<unsafe extern "C" fn()>(it, name) }.is_some())
     }
 
     /// Returns a function; `None` if the library is missing, or its version has none.
@@ -55,34 +55,39 @@ impl Library {
     unsafe fn look_up<F: Copy>(self, cache: &Cache<F>, name: &CStr) -> Option<F> {
         // `get_or_init` holds a lock meanwhile, so log events wait until it is released.
         let _section = Section::begin();
+        // A library that cannot be opened now, for lack of descriptors for example, may be later.
+        let library = self.open()?;
         // SAFETY: S3: the caller's promise.
-        *cache.get_or_init(|| unsafe { self.function(name) })
+        *cache.get_or_init(|| unsafe { find(library, name) })
     }
 
-    /// # Safety
-    ///
-    /// See [`cached`](Self::cached).
-    unsafe fn function<F: Copy>(self, name: &CStr) -> Option<F> {
+    fn open(self) -> Option<libloading::Library> {
         // SAFETY: S3: the initialisers of rdma-core's libraries have no conditions.
         let library = unsafe { libloading::Library::new(self.file()) };
-        let library = library
-            .inspect_err(|error| {
-                let library = self.file();
-                rdma_provider::debug!(%error, library, "failed to open a library");
-            })
-            .ok()?;
-        // SAFETY: S3: the caller's promise.
-        let function = unsafe { library.get::<F>(name.to_bytes_with_nul()) };
-        let function = function
-            .inspect_err(|error| {
-                rdma_provider::debug!(%error, ?name, "failed to find a function of a library");
-            })
-            .ok()
-            .map(|function| *function);
-        // The library stays open: the cache holds its functions for ever.
-        mem::forget(library);
-        function
+        let log = |error: &libloading::Error| {
+            let library = self.file();
+            rdma_provider::debug!(%error, library, "failed to open a library");
+        };
+        library.inspect_err(log).ok()
     }
+}
+
+/// Returns a function of a library, which stays open: a cache holds the function for ever.
+///
+/// # Safety
+///
+/// See [`Library::cached`].
+unsafe fn find<F: Copy>(library: libloading::Library, name: &CStr) -> Option<F> {
+    // SAFETY: S3: the caller's promise.
+    let function = unsafe { library.get::<F>(name.to_bytes_with_nul()) };
+    let function = function
+        .inspect_err(|error| {
+            rdma_provider::debug!(%error, ?name, "failed to find a function of a library");
+        })
+        .ok()
+        .map(|function| *function);
+    mem::forget(library);
+    function
 }
 
 /// Returns a name that ends with NUL.

@@ -8,7 +8,7 @@
 //! A library is opened when one of its functions is first called. If the library or the function is
 //! missing, then a call that returns an integer returns EOPNOTSUPP itself, not -1; one that returns
 //! a count, its negative; one that returns a pointer, null with EOPNOTSUPP in `errno`; others do
-//! nothing. The outcome of the first call, also a failure, holds for the life of the process.
+//! nothing. A library that could not be opened is tried again by the next call.
 //!
 //! ```text
 //! verbs ─┬▶ functions (dlsym)          cm, mlx5 ─▶ verbs

@@ -7,9 +7,9 @@
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub struct DirectConfig {
-    /// Which short data the adapter puts into completion queue entries instead of buffers. Without
-    /// effect on devices with [`DeviceAttr::dma_buf`](super::DeviceAttr::dma_buf): none, because
-    /// their buffers may not be addresses of this process.
+    /// Which short data the adapter puts into completion queue entries instead of buffers. On
+    /// devices with [`DeviceAttr::dma_buf`](super::DeviceAttr::dma_buf) it is none, because their
+    /// buffers may not be addresses of this process, and `All` is refused.
     pub scatter_to_cqe: ScatterToCqe,
     /// Short posts are copied to the adapter's register (BlueFlame), which saves it a read of host
     /// memory. True by default.

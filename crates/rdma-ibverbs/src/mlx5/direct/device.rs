@@ -93,7 +93,9 @@ impl Device {
         }
         Ok(Self {
             blue_flame: std::env::var_os("MLX5_SHUT_UP_BF").is_none_or(|value| value == "0"),
-            scatter: same_addresses,
+            // libmlx5 ignores it with MLX5DV_QP_CREATE_ALLOW_SCATTER_TO_CQE.
+            scatter: same_addresses
+                && std::env::var_os("MLX5_SCATTER_TO_CQE").is_none_or(|value| value != "0"),
             offers_compression: compresses(&found),
             compressed: false,
         })
