@@ -37,14 +37,9 @@ macro_rules! driver_function {
     };
 }
 
-/// Declares functions that a driver may lack.
+/// Declares functions that a driver may lack, each with the expression that finds it.
 macro_rules! optional {
-    (
-        $(
-            $field:ident: fn $name:ident($($argument:ident: $type:ty),*) -> $result:ty,
-                of $context:expr;
-        )*
-    ) => {
+    ($(fn $name:ident($($argument:ident: $type:ty),*) -> $result:ty: $found:expr;)*) => {
         $(
             /// See the manual page.
             ///
@@ -54,7 +49,7 @@ macro_rules! optional {
             pub unsafe fn $name($($argument: $type),*) -> $result {
                 // SAFETY: S3: the caller's promise.
                 unsafe {
-                    match driver_function!($context, $field) {
+                    match $found {
                         Some(function) => function($($argument),*),
                         None => Missing::missing(),
                     }
@@ -65,18 +60,22 @@ macro_rules! optional {
 }
 
 optional! {
-    alloc_td: fn ibv_alloc_td(context: *mut ibv_context, attr: *mut ibv_td_init_attr)
-        -> *mut ibv_td, of context;
-    dealloc_td: fn ibv_dealloc_td(td: *mut ibv_td) -> c_int, of (*td).context;
-    alloc_parent_domain: fn ibv_alloc_parent_domain(
-        context: *mut ibv_context, attr: *mut ibv_parent_domain_init_attr)
-        -> *mut ibv_pd, of context;
-    modify_cq: fn ibv_modify_cq(cq: *mut ibv_cq, attr: *mut ibv_modify_cq_attr)
-        -> c_int, of (*cq).context;
-    create_cq_ex: fn ibv_create_cq_ex(context: *mut ibv_context, attr: *mut ibv_cq_init_attr_ex)
-        -> *mut ibv_cq_ex, of context;
-    query_rt_values: fn ibv_query_rt_values_ex(
-        context: *mut ibv_context, values: *mut ibv_values_ex) -> c_int, of context;
+    fn ibv_alloc_td(context: *mut ibv_context, attr: *mut ibv_td_init_attr) -> *mut ibv_td:
+        driver_function!(context, alloc_td);
+    fn ibv_dealloc_td(td: *mut ibv_td) -> c_int: driver_function!((*td).context, dealloc_td);
+    fn ibv_alloc_parent_domain(
+        context: *mut ibv_context, attr: *mut ibv_parent_domain_init_attr) -> *mut ibv_pd:
+        driver_function!(context, alloc_parent_domain);
+    fn ibv_modify_cq(cq: *mut ibv_cq, attr: *mut ibv_modify_cq_attr) -> c_int:
+        driver_function!((*cq).context, modify_cq);
+    fn ibv_create_cq_ex(
+        context: *mut ibv_context, attr: *mut ibv_cq_init_attr_ex) -> *mut ibv_cq_ex:
+        driver_function!(context, create_cq_ex);
+    fn ibv_query_rt_values_ex(context: *mut ibv_context, values: *mut ibv_values_ex) -> c_int:
+        driver_function!(context, query_rt_values);
+    fn ibv_alloc_mw(pd: *mut ibv_pd, kind: ibv_mw_type::Type) -> *mut ibv_mw:
+        (*(*pd).context).ops.alloc_mw;
+    fn ibv_dealloc_mw(mw: *mut ibv_mw) -> c_int: (*(*mw).context).ops.dealloc_mw;
 }
 
 /// See the manual page. Without extended attributes, it is `ibv_create_qp`.
@@ -157,36 +156,6 @@ pub unsafe fn ibv_query_gid_table(
     let size = size_of::<ibv_gid_entry>();
     // SAFETY: S3: the caller's promise.
     unsafe { _ibv_query_gid_table(context, entries, max_entries, flags, size) }
-}
-
-/// See the manual page.
-///
-/// # Safety
-///
-/// Handles are alive, and pointers valid, as the manual page requires.
-pub unsafe fn ibv_alloc_mw(pd: *mut ibv_pd, kind: ibv_mw_type::Type) -> *mut ibv_mw {
-    // SAFETY: S3: the caller's promise.
-    unsafe {
-        match (*(*pd).context).ops.alloc_mw {
-            Some(function) => function(pd, kind),
-            None => Missing::missing(),
-        }
-    }
-}
-
-/// See the manual page.
-///
-/// # Safety
-///
-/// Handles are alive, and pointers valid, as the manual page requires.
-pub unsafe fn ibv_dealloc_mw(mw: *mut ibv_mw) -> c_int {
-    // SAFETY: S3: the caller's promise.
-    unsafe {
-        match (*(*mw).context).ops.dealloc_mw {
-            Some(function) => function(mw),
-            None => Missing::missing(),
-        }
-    }
 }
 
 /// Declares functions that each driver has.
