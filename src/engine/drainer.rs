@@ -60,7 +60,6 @@ pub(crate) struct Drainer {
     direct: Option<Arc<DirectQueue>>,
     cq: Cq,
     grows: bool,
-    is_timestamped: bool,
     channel: Option<Channel>,
 }
 
@@ -141,7 +140,6 @@ impl Drainer {
         Self {
             channel,
             grows,
-            is_timestamped,
             mode,
             waiting: AtomicU32::new(0),
             solicited: AtomicU32::new(0),
@@ -169,10 +167,6 @@ impl Drainer {
             direct: if is_timestamped { None } else { cq.direct() },
             cq,
         }
-    }
-
-    pub(super) const fn is_timestamped(&self) -> bool {
-        self.is_timestamped
     }
 
     pub(super) fn verbs(&self) -> &Cq {
@@ -359,7 +353,7 @@ impl Drainer {
             let found = direct.drain(BATCH, |wc| dispatch(queues, wc, woken));
             return self.count(state, found) == BATCH;
         }
-        if self.is_timestamped {
+        if self.cq.is_timestamped() {
             return self.drain_timestamped(state);
         }
         self.finish_remaining(state);

@@ -83,7 +83,7 @@ impl WorkQueue {
             state: Mutex::new(WorkQueueState::new(device)),
             queue_pair: OnceLock::new(),
             completion_waker: OnceLock::new(),
-            timestamps: cq.is_timestamped().then(|| Mutex::new(Vec::new())),
+            timestamps: cq.verbs().is_timestamped().then(|| Mutex::new(Vec::new())),
             cq,
         }
     }

@@ -139,7 +139,7 @@ impl CompletionQueue {
     }
 
     /// Does the same, and also passes the index of the entry, which is not yet the adapter's.
-    #[inline(always)]
+    #[inline]
     fn drain_indexed(
         &self,
         limit: usize,
