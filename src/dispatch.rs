@@ -23,7 +23,9 @@ use crate::types::{
 #[cfg(feature = "ibverbs")]
 use rdma_ibverbs::Ibverbs;
 use rdma_provider::cm_contract::{self, Admit, CmAnswer, CmEvent, CmParams, CmRoute};
-use rdma_provider::contract::{self, DctInit, DmaBufRange, PlainWr, PostError, Provider, QpInit};
+use rdma_provider::contract::{
+    self, CqInit, DctInit, DmaBufRange, PlainWr, PostError, Provider, QpInit,
+};
 use rdma_soft::Soft;
 pub(crate) use rdma_soft::{CqCounters, ReceiveCounters, SendCounters, TargetCounters};
 
@@ -166,28 +168,8 @@ impl contract::Context<Any> for Context {
         make!(self, Channel, inner => inner.create_channel())
     }
 
-    fn create_cq(
-        &self,
-        capacity: u32,
-        channel: Option<&Channel>,
-        vector: u32,
-        cookie: u64,
-    ) -> Result<Cq, VerbError> {
-        make!(self, Cq, inner, Channel as of => {
-            inner.create_cq(capacity, channel.map(of).transpose()?, vector, cookie)
-        })
-    }
-
-    fn create_timestamped_cq(
-        &self,
-        capacity: u32,
-        channel: Option<&Channel>,
-        vector: u32,
-        cookie: u64,
-    ) -> Result<Cq, VerbError> {
-        make!(self, Cq, inner, Channel as of => {
-            inner.create_timestamped_cq(capacity, channel.map(of).transpose()?, vector, cookie)
-        })
+    fn create_cq(&self, init: &CqInit<'_, Any>) -> Result<Cq, VerbError> {
+        make!(self, Cq, inner, Channel as of => inner.create_cq(&init.with_channel_of(of)?))
     }
 
     fn create_cm_channel(&self) -> Result<CmChannel, VerbError> {

@@ -11,7 +11,7 @@ use crate::dispatch;
 use crate::dispatch::CqCounters;
 use crate::error::{LimitError, SetupError, VerbError};
 use crate::types::{DeviceAttr, TimestampedCompletion, WorkCompletion};
-use rdma_provider::contract::{Context as _, Cq as _};
+use rdma_provider::contract::{Context as _, Cq as _, CqInit};
 
 /// A completion queue of the verbs interface, `ibv_create_cq(3)`. Clones refer to the same queue.
 ///
@@ -84,9 +84,7 @@ impl Cq {
         vector: u32,
         cookie: u64,
     ) -> Result<Self, SetupError> {
-        Self::create(device, capacity, channel, vector, false, || {
-            device.context().create_cq(capacity, channel.map(Channel::raw), vector, cookie)
-        })
+        Self::create(device, capacity, channel, vector, cookie, false)
     }
 
     /// Creates a queue like [`on_vector`](Self::on_vector), with timestamps, `ibv_create_cq_ex(3)`.
@@ -104,10 +102,7 @@ impl Cq {
         cookie: u64,
     ) -> Result<Self, SetupError> {
         device.clock_attr()?;
-        Self::create(device, capacity, channel, vector, true, || {
-            let channel = channel.map(Channel::raw);
-            device.context().create_timestamped_cq(capacity, channel, vector, cookie)
-        })
+        Self::create(device, capacity, channel, vector, cookie, true)
     }
 
     fn create(
@@ -115,8 +110,8 @@ impl Cq {
         capacity: u32,
         channel: Option<&Channel>,
         vector: u32,
-        is_timestamped: bool,
-        create: impl FnOnce() -> Result<dispatch::Cq, VerbError>,
+        cookie: u64,
+        timestamps: bool,
     ) -> Result<Self, SetupError> {
         let attr = device.attr();
         Self::check_capacity(attr, capacity)?;
@@ -127,11 +122,18 @@ impl Cq {
         )?;
         let same_device = channel.is_none_or(|channel| channel.device().same(device));
         SetupError::check_same(same_device, "completion channel")?;
-        let raw = create()?;
+        let raw = device.context().create_cq(&CqInit {
+            capacity,
+            channel: channel.map(Channel::raw),
+            vector,
+            cookie,
+            timestamps,
+        })?;
         let fault = Fault::new(raw.id());
         device.async_events().watch(&fault);
         let (channel, device, empty) = (channel.cloned(), device.clone(), AtomicU32::new(0));
-        Ok(Self { inner: Arc::new(Inner { raw, channel, device, fault, empty, is_timestamped }) })
+        let inner = Inner { raw, channel, device, fault, empty, is_timestamped: timestamps };
+        Ok(Self { inner: Arc::new(inner) })
     }
 
     /// Returns the number by which asynchronous events name the queue.

@@ -22,7 +22,7 @@ use super::posting::Posting;
 use super::vendor::{SIW, SOFT_ROCE};
 use super::{Ibverbs, convert, sys};
 use rdma_provider::VerbError;
-use rdma_provider::contract::{self, Context as _, Pd as _, QpInit};
+use rdma_provider::contract::{self, Context as _, CqInit, Pd as _, QpInit};
 use rdma_provider::types::{
     AsyncEvent, AtomicCapability, ClockAttr, DeviceAttr, DirectConfig, GidEntry, GidKind, PortAttr,
     PortNum, QpCaps, Qpn, SrqCaps, Timestamp, Transport, WireProtocol,
@@ -189,7 +189,7 @@ impl Context {
             }
         }
         let pd = Pd::new(self.raw, self.attr.clone(), Posting::Direct(device))?;
-        let cq = Cq::new(self.raw, 2, None, 0, 0, Some(device), false)?;
+        let cq = Cq::new(self.raw, &CqInit::new(2), Some(device))?;
         let srq = match self.attr.max_srq {
             0 => None,
             _ => Some(pd.create_srq(SrqCaps { max_wr: 1, max_sge: 1 })?),
@@ -301,7 +301,7 @@ impl Context {
     /// Returns the maximum inline length, which no verb reports, by creating queue pairs.
     fn probe_inline(&self) -> u32 {
         let largest = || -> Result<u32, VerbError> {
-            let (pd, cq) = (self.create_pd()?, self.create_cq(1, None, 0, 0)?);
+            let (pd, cq) = (self.create_pd()?, self.create_cq(&CqInit::new(1))?);
             let granted = |max_inline| {
                 smallest_qp(&pd, &cq, max_inline).map(|qp| contract::Qp::caps(&qp).max_inline)
             };
@@ -418,24 +418,8 @@ impl contract::Context<Ibverbs> for Context {
         Channel::new(self.raw)
     }
 
-    fn create_cq(
-        &self,
-        capacity: u32,
-        channel: Option<&Channel>,
-        vector: u32,
-        cookie: u64,
-    ) -> Result<Cq, VerbError> {
-        Cq::new(self.raw, capacity, channel, vector, cookie, self.posting.direct(), false)
-    }
-
-    fn create_timestamped_cq(
-        &self,
-        capacity: u32,
-        channel: Option<&Channel>,
-        vector: u32,
-        cookie: u64,
-    ) -> Result<Cq, VerbError> {
-        Cq::new(self.raw, capacity, channel, vector, cookie, self.posting.direct(), true)
+    fn create_cq(&self, init: &CqInit<'_, Ibverbs>) -> Result<Cq, VerbError> {
+        Cq::new(self.raw, init, self.posting.direct())
     }
 
     fn read_clock(&self) -> Result<Timestamp, VerbError> {

@@ -11,9 +11,9 @@ use crate::ffi::*;
 
 use super::ibv_channel::{Channel, DESTROYING, Events};
 use super::mlx5::direct::{self, CompletionQueue, Device, NewCompletionQueue};
-use super::{convert, sys};
+use super::{Ibverbs, convert, sys};
 use rdma_provider::VerbError;
-use rdma_provider::contract;
+use rdma_provider::contract::{self, CqInit};
 use rdma_provider::locks::Mutex;
 use rdma_provider::types::{
     Qpn, Timestamp, TimestampedCompletion, WcFlags, WcOpcode, WcStatus, WorkCompletion, WrId,
@@ -47,20 +47,16 @@ impl Cq {
 
     pub(super) fn new(
         context: NonNull<ibv_context>,
-        capacity: u32,
-        channel: Option<&Channel>,
-        vector: u32,
-        cookie: u64,
+        init: &CqInit<'_, Ibverbs>,
         mut direct: Option<Device>,
-        timestamps: bool,
     ) -> Result<Self, VerbError> {
         let verb = "ibv_create_cq";
-        let (Ok(capacity), Ok(vector)) = (capacity.try_into(), vector.try_into()) else {
+        let (Ok(capacity), Ok(vector)) = (init.capacity.try_into(), init.vector.try_into()) else {
             return Err(VerbError::new(verb, VerbError::EINVAL));
         };
-        let channel = channel.map_or(ptr::null_mut(), Channel::raw);
+        let channel = init.channel.map_or(ptr::null_mut(), Channel::raw);
         let events = Arc::new(Events {
-            cookie,
+            cookie: init.cookie,
             unacknowledged: AtomicU64::new(0),
             taken: AtomicU32::new(0),
         });
@@ -69,7 +65,7 @@ impl Cq {
         let new = NewCompletionQueue { context, capacity, cq_context, channel, vector };
         let mut extended = None;
         let raw = match direct {
-            _ if timestamps => {
+            _ if init.timestamps => {
                 // SAFETY: S3: the context is open and owns the channel, if any.
                 let queue = unsafe { create_timestamped(new) }?;
                 extended = Some(queue);
@@ -221,12 +217,7 @@ const FIELDS: u32 = {
 /// The context is open and owns the channel, if any.
 unsafe fn create_timestamped(new: NewCompletionQueue) -> Result<NonNull<ibv_cq_ex>, VerbError> {
     const VERB: &str = "ibv_create_cq_ex";
-    let invalid = |_| VerbError::new(VERB, VerbError::EINVAL);
-    // SAFETY: S3: zeros are valid.
-    let mut attr: ibv_cq_init_attr_ex = unsafe { mem::zeroed() };
-    attr.cqe = new.capacity.try_into().map_err(invalid)?;
-    attr.comp_vector = new.vector.try_into().map_err(invalid)?;
-    (attr.cq_context, attr.channel) = (new.cq_context, new.channel);
+    let mut attr = new.extended(VERB)?;
     attr.wc_flags = FIELDS.into();
     // SAFETY: S3: the caller's promise; the attributes are local.
     sys::handle(VERB, unsafe { ibv_create_cq_ex(new.context.as_ptr(), &raw mut attr) })

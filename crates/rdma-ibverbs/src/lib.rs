@@ -26,7 +26,7 @@
 //!
 //! ```no_run
 //! use rdma_ibverbs::Context;
-//! use rdma_ibverbs::contract::Context as _;
+//! use rdma_ibverbs::contract::{Context as _, CqInit};
 //! use rdma_ibverbs::types::PortNum;
 //!
 //! # fn main() -> Result<(), Box<dyn std::error::Error>> {
@@ -34,7 +34,7 @@
 //! println!("{} queue pairs", context.attr().max_qp);
 //! println!("port 1: {:?}", context.port(PortNum(1))?.state);
 //! let pd = context.create_pd()?;
-//! let cq = context.create_cq(16, None, 0, 0)?;
+//! let cq = context.create_cq(&CqInit::new(16))?;
 //! # drop((pd, cq));
 //! # Ok(())
 //! # }

@@ -21,7 +21,7 @@ use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex};
 
 use emulated_connectx::{EmulatedConnectX, Options, this_program};
-use rdma_ibverbs::contract::{Context as _, Pd as _, QpInit};
+use rdma_ibverbs::contract::{Context as _, CqInit, Pd as _, QpInit};
 use rdma_ibverbs::ffi::*;
 use rdma_ibverbs::types::{DataPath, DirectConfig, QpCaps, SrqCaps, Transport};
 use rdma_ibverbs::{Context, VerbError};
@@ -83,7 +83,7 @@ fn open(scene: Scene) -> Found {
 
 /// Creates a queue of each kind, as a program would.
 fn create_queues(context: &Context) {
-    let (pd, cq) = (context.create_pd().unwrap(), context.create_cq(100, None, 0, 0).unwrap());
+    let (pd, cq) = (context.create_pd().unwrap(), context.create_cq(&CqInit::new(100)).unwrap());
     let srq = pd.create_srq(SrqCaps { max_wr: 10, max_sge: 2 }).unwrap();
     let caps = QpCaps {
         max_send_wr: 10,

@@ -92,25 +92,9 @@ pub trait Context<P: Provider>: Debug + Send + Sync {
     /// Creates a completion channel, `ibv_create_comp_channel(3)`, with a non-blocking descriptor.
     fn create_channel(&self) -> Result<P::Channel, VerbError>;
 
-    /// Creates a completion queue for at least `capacity` completions, `ibv_create_cq(3)`. Its
-    /// events carry `cookie`. EINVAL if `capacity` is 0 or above the device's limit.
-    fn create_cq(
-        &self,
-        capacity: u32,
-        channel: Option<&P::Channel>,
-        vector: u32,
-        cookie: u64,
-    ) -> Result<P::Cq, VerbError>;
-
-    /// Creates a completion queue with timestamps, `ibv_create_cq_ex(3)`, like
-    /// [`create_cq`](Self::create_cq). EOPNOTSUPP if [`DeviceAttr::clock`] is `None`.
-    fn create_timestamped_cq(
-        &self,
-        capacity: u32,
-        channel: Option<&P::Channel>,
-        vector: u32,
-        cookie: u64,
-    ) -> Result<P::Cq, VerbError>;
+    /// Creates a completion queue, `ibv_create_cq(3)`. EINVAL for a capacity of 0 or above the
+    /// device's limit; EOPNOTSUPP for timestamps if [`DeviceAttr::clock`] is `None`.
+    fn create_cq(&self, init: &CqInit<'_, P>) -> Result<P::Cq, VerbError>;
 
     /// Reads the clock that stamps completions, `ibv_query_rt_values_ex(3)`. EOPNOTSUPP if
     /// [`DeviceAttr::clock`] is `None`, or the clock cannot be read.
@@ -230,6 +214,47 @@ pub struct DmaBufRange {
     pub len: usize,
     /// Address of the first byte for work requests and peers.
     pub iova: u64,
+}
+
+/// Parameters of a new completion queue, `struct ibv_cq_init_attr_ex`.
+#[derive(Debug)]
+pub struct CqInit<'a, P: Provider> {
+    /// Minimum capacity in completions.
+    pub capacity: u32,
+    /// Channel of its events.
+    pub channel: Option<&'a P::Channel>,
+    /// Completion vector of its events.
+    pub vector: u32,
+    /// Number that its events carry.
+    pub cookie: u64,
+    /// Completions have timestamps, `ibv_create_cq_ex(3)`.
+    pub timestamps: bool,
+}
+
+impl<'a, P: Provider> CqInit<'a, P> {
+    /// Returns the parameters of a queue without channel and timestamps.
+    #[must_use]
+    pub const fn new(capacity: u32) -> Self {
+        Self { capacity, channel: None, vector: 0, cookie: 0, timestamps: false }
+    }
+
+    /// Converts the parameters to provider `Q`, with its channel.
+    ///
+    /// # Errors
+    ///
+    /// Errors of `channel` for a channel of another provider.
+    pub fn with_channel_of<Q: Provider>(
+        &self,
+        channel: impl Fn(&'a P::Channel) -> Result<&'a Q::Channel, VerbError>,
+    ) -> Result<CqInit<'a, Q>, VerbError> {
+        Ok(CqInit {
+            capacity: self.capacity,
+            channel: self.channel.map(channel).transpose()?,
+            vector: self.vector,
+            cookie: self.cookie,
+            timestamps: self.timestamps,
+        })
+    }
 }
 
 /// Parameters of a new queue pair, `struct ibv_qp_init_attr`.

@@ -13,7 +13,7 @@ use std::cell::UnsafeCell;
 use std::error::Error;
 use std::ptr::NonNull;
 
-use rdma_soft::contract::{Context as _, Cq as _, Mr as _, Pd as _, Qp as _, QpInit};
+use rdma_soft::contract::{Context as _, Cq as _, CqInit, Mr as _, Pd as _, Qp as _, QpInit};
 use rdma_soft::types::{
     Access, AckTimeout, AddressVector, Data, DirectConfig, Mtu, PortNum, Psn, QpAttr, QpCaps,
     QpState, RemoteAddr, RnrTimer, SendFlags, SendOp, SendWr, Sge, Transport, WcStatus,
@@ -33,7 +33,7 @@ impl Side {
     fn open(network: &Network, name: &str) -> Result<Self, Box<dyn Error>> {
         let context = network.open(name)?;
         let pd = context.create_pd()?;
-        let cq = context.create_cq(16, None, 0, 0)?;
+        let cq = context.create_cq(&CqInit::new(16))?;
         let caps = QpCaps {
             max_send_wr: 4,
             max_recv_wr: 4,

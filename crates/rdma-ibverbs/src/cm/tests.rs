@@ -19,7 +19,7 @@ use crate::{ibv_cq, ibv_qp};
 use rdma_provider::cm_contract::{
     CmChannel as _, CmEventKind as Kind, CmId as _, CmParams, CmPeer, CmRoute,
 };
-use rdma_provider::contract::{Context as _, Pd as _, Qp as _, QpInit};
+use rdma_provider::contract::{Context as _, CqInit, Pd as _, Qp as _, QpInit};
 use rdma_provider::types::{
     DirectConfig, PortNum, QpAttr, QpCaps, QpState, Qpn, RejectReason, Transport,
 };
@@ -48,7 +48,7 @@ struct Program {
 impl Program {
     fn new(name: &str) -> Self {
         let context = Context::open(name).unwrap().unwrap();
-        let (pd, cq) = (context.create_pd().unwrap(), context.create_cq(16, None, 0, 0).unwrap());
+        let (pd, cq) = (context.create_pd().unwrap(), context.create_cq(&CqInit::new(16)).unwrap());
         Self {
             channel: context.create_cm_channel().unwrap(),
             taken: VecDeque::new(),

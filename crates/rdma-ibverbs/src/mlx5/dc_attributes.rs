@@ -12,7 +12,7 @@ use crate::ibv_pd::Pd;
 use crate::posting::Posting;
 use crate::sys;
 use rdma_provider::VerbError;
-use rdma_provider::contract::{DctInit, Pd as _, QpInit};
+use rdma_provider::contract::{CqInit, DctInit, Pd as _, QpInit};
 use rdma_provider::types::{DcAttr, DcKey, DeviceAttr, DirectConfig, QpCaps, SrqCaps, Transport};
 
 /// Returns the device's DC capabilities; `None` without feature `mlx5` or libmlx5, or for another
@@ -63,7 +63,7 @@ pub(crate) fn query(context: NonNull<ibv_context>, device: &DeviceAttr) -> Optio
 
 fn try_both(context: NonNull<ibv_context>, device: DeviceAttr) -> Result<(), VerbError> {
     let pd = Pd::new(context, device, Posting::Extended)?;
-    let cq = Cq::new(context, 2, None, 0, 0, None, false)?;
+    let cq = Cq::new(context, &CqInit::new(2), None)?;
     let srq = pd.create_srq(SrqCaps { max_wr: 1, max_sge: 1 })?;
     let caps =
         QpCaps { max_send_wr: 1, max_recv_wr: 0, max_send_sge: 1, max_recv_sge: 0, max_inline: 0 };

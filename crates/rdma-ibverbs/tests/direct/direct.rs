@@ -2,7 +2,9 @@
 
 use std::rc::Rc;
 
-use rdma_ibverbs::contract::{Context as _, Cq as _, Pd as _, PlainWr, PostError, Qp as _, QpInit};
+use rdma_ibverbs::contract::{
+    Context as _, Cq as _, CqInit, Pd as _, PlainWr, PostError, Qp as _, QpInit,
+};
 use rdma_ibverbs::types::{
     DirectConfig, QpAttr, QpCaps, QpState, RecvWr, SendWr, Transport, WorkCompletion, WrId,
 };
@@ -23,7 +25,7 @@ pub struct Direct {
 
 impl Direct {
     pub fn new(world: &World, transport: Transport, caps: QpCaps, srq: Option<&Srq>) -> Self {
-        let cq = Rc::new(world.context.create_cq(16, None, 0, 0).unwrap());
+        let cq = Rc::new(world.context.create_cq(&CqInit::new(16)).unwrap());
         Self::on(&cq, world, transport, caps, srq)
     }
 

@@ -4,7 +4,7 @@ use std::rc::Rc;
 
 use std::ops::Range;
 
-use rdma_ibverbs::contract::{Ah as _, Context as _, Mr as _, Mw as _, Qp as _};
+use rdma_ibverbs::contract::{Ah as _, Context as _, CqInit, Mr as _, Mw as _, Qp as _};
 use rdma_ibverbs::types::{
     Access, AddressVector, DirectConfig, Gid, Lkey, QpCaps, Rkey, SendFlags, SendOp, Transport,
     WindowBind,
@@ -504,7 +504,7 @@ fn entries_of_all_operations_data_and_flags_equal_those_of_libmlx5() {
 #[test]
 fn queue_pair_without_blue_flame_writes_only_its_doorbell() {
     let world = World::new();
-    let cq = Rc::new(world.context.create_cq(16, None, 0, 0).unwrap());
+    let cq = Rc::new(world.context.create_cq(&CqInit::new(16)).unwrap());
     let request = Request::new(SendOp::Send, Payload::List(Vec::new()));
     for (config, stored) in [
         (DirectConfig::DEFAULT, if blue_flame() { 64 } else { 8 }),

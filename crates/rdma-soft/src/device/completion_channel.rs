@@ -179,12 +179,13 @@ pub(crate) struct Subscriber {
 ///
 /// ```
 /// use rdma_soft::Network;
-/// use rdma_soft::contract::{Channel as _, Context as _, Cq as _};
+/// use rdma_soft::contract::{Channel as _, Context as _, Cq as _, CqInit};
 ///
 /// # fn main() -> Result<(), Box<dyn std::error::Error>> {
 /// let context = Network::new().open("a")?;
 /// let channel = context.create_channel()?;
-/// let cq = context.create_cq(16, Some(&channel), 0, 7)?;
+/// let init = CqInit { channel: Some(&channel), cookie: 7, ..CqInit::new(16) };
+/// let cq = context.create_cq(&init)?;
 /// // The next completion makes `channel.fd()` readable.
 /// cq.arm(false)?;
 /// assert_eq!(channel.next_event()?, None);

@@ -417,7 +417,7 @@ impl DeviceInner {
 
 #[cfg(test)]
 mod tests {
-    use rdma_provider::contract::{Context as _, Dct as _, DctInit, Pd as _};
+    use rdma_provider::contract::{Context as _, CqInit, Dct as _, DctInit, Pd as _};
     use rdma_provider::types::{
         Access, AddressVector, DcKey, PortNum, QpAttr, QpState, RnrTimer, SrqCaps,
     };
@@ -430,7 +430,7 @@ mod tests {
         let network = Network::new();
         let context = network.open("a").unwrap();
         let device = network.control("a").unwrap().0;
-        let (pd, cq) = (context.create_pd().unwrap(), context.create_cq(16, None, 0, 0).unwrap());
+        let (pd, cq) = (context.create_pd().unwrap(), context.create_cq(&CqInit::new(16)).unwrap());
         let srq = pd.create_srq(SrqCaps { max_wr: 16, max_sge: 1 }).unwrap();
         for _ in 0..3 {
             let target =

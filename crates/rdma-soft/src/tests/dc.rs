@@ -2,7 +2,7 @@
 
 use super::*;
 use rdma_provider::VerbError;
-use rdma_provider::contract::{Dct as _, DctInit, Srq as _};
+use rdma_provider::contract::{CqInit, Dct as _, DctInit, Srq as _};
 use rdma_provider::types::{DcKey, DctTarget, DirectConfig, Imm, SrqCaps, WcOpcode, WcStatus};
 
 const KEY: DcKey = DcKey(0x0123_4567_89ab_cdef);
@@ -56,7 +56,7 @@ impl TargetEnd {
     pub(super) fn reset(network: &Network, name: &str, setup: &Setup) -> Self {
         let context = network.open(name).unwrap();
         let pd = context.create_pd().unwrap();
-        let cq = context.create_cq(setup.cqe, None, 0, 0).unwrap();
+        let cq = context.create_cq(&CqInit::new(setup.cqe)).unwrap();
         let srq = pd.create_srq(SrqCaps { max_wr: 256, max_sge: 2 }).unwrap();
         let dct = pd.create_dct(&DctInit { srq: &srq, recv_cq: &cq, key: KEY }).unwrap();
         Self { dct, srq, cq, pd, context }
@@ -120,7 +120,7 @@ impl InitiatorEnd {
     pub(super) fn new(network: &Network, name: &str, setup: &Setup) -> Self {
         let context = network.open(name).unwrap();
         let pd = context.create_pd().unwrap();
-        let cq = context.create_cq(setup.cqe, None, 0, 0).unwrap();
+        let cq = context.create_cq(&CqInit::new(setup.cqe)).unwrap();
         let caps = QpCaps {
             max_send_wr: 256,
             max_send_sge: 4,

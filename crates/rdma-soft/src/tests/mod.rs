@@ -30,7 +30,7 @@ use std::time::{Duration, Instant};
 use crate::UdpError;
 use crate::roce::partition::DEFAULT_PKEY;
 use rdma_provider::contract::{
-    Context as _, Cq as _, Mr as _, Pd as _, PostError, Qp as _, QpInit,
+    Context as _, Cq as _, CqInit, Mr as _, Pd as _, PostError, Qp as _, QpInit,
 };
 use rdma_provider::types::{
     Access, AckTimeout, AddressVector, AsyncEvent, Data, DirectConfig, Lkey, Mtu, PortNum, Psn,
@@ -179,7 +179,7 @@ impl End {
     fn new(network: &Network, name: &str, options: &Options) -> Self {
         let context = network.open(name).unwrap();
         let pd = context.create_pd().unwrap();
-        let cq = context.create_cq(options.cqe, None, 0, 0).unwrap();
+        let cq = context.create_cq(&CqInit::new(options.cqe)).unwrap();
         let init = QpInit {
             transport: options.transport,
             send_cq: &cq,

@@ -2,7 +2,7 @@
 
 use super::*;
 use rdma_provider::VerbError;
-use rdma_provider::contract::{Channel as _, Srq as _};
+use rdma_provider::contract::{Channel as _, CqInit, Srq as _};
 use rdma_provider::types::{DirectConfig, SrqCaps, WcStatus};
 
 use std::io::Read;
@@ -36,7 +36,10 @@ fn with_channel(network: &Network) -> (End, End, Channel) {
     let options = Options::default();
     let (a, mut b) = (End::new(network, "a", &options), End::new(network, "b", &options));
     let channel = b.context.create_channel().unwrap();
-    let cq = b.context.create_cq(64, Some(&channel), 0, 77).unwrap();
+    let cq = b
+        .context
+        .create_cq(&CqInit { channel: Some(&channel), cookie: 77, ..CqInit::new(64) })
+        .unwrap();
     let init = QpInit {
         transport: Transport::Rc,
         send_cq: &cq,
@@ -237,7 +240,7 @@ fn shared_receive_queue_serves_queue_pairs_and_reports_its_limit() {
     let options = Options::default();
     let context = network.open("server").unwrap();
     let pd = context.create_pd().unwrap();
-    let cq = context.create_cq(64, None, 0, 0).unwrap();
+    let cq = context.create_cq(&CqInit::new(64)).unwrap();
     let srq = pd.create_srq(SrqCaps { max_wr: 4, max_sge: 1 }).unwrap();
     let buffer = Buffer::new(&pd, 64, Access::LOCAL_WRITE);
     let post = |id: u64| {
@@ -259,7 +262,7 @@ fn shared_receive_queue_serves_queue_pairs_and_reports_its_limit() {
             let qp = pd.create_qp(&init).unwrap();
             let server = End {
                 qp,
-                cq: context.create_cq(1, None, 0, 0).unwrap(),
+                cq: context.create_cq(&CqInit::new(1)).unwrap(),
                 pd: context.create_pd().unwrap(),
                 context: network.open("server").unwrap(),
                 network: network.clone(),
@@ -355,7 +358,7 @@ fn many_queue_pairs_share_a_completion_queue() {
         ..Options::default()
     };
     let a = End::new(&network, "a", &options);
-    let cq = a.context.create_cq(PAIRS as u32 * 2, None, 0, 0).unwrap();
+    let cq = a.context.create_cq(&CqInit::new(PAIRS as u32 * 2)).unwrap();
     let target = a.buffer(PAIRS * 8);
     let end = || {
         let init = QpInit {
@@ -368,7 +371,7 @@ fn many_queue_pairs_share_a_completion_queue() {
         };
         let context = network.open("a").unwrap();
         let pd = context.create_pd().unwrap();
-        let unused = context.create_cq(1, None, 0, 0).unwrap();
+        let unused = context.create_cq(&CqInit::new(1)).unwrap();
         End {
             qp: a.pd.create_qp(&init).unwrap(),
             cq: unused,

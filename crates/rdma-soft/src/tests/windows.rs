@@ -1,7 +1,7 @@
 //! Memory windows, as far as they are specific to the device.
 
 use super::*;
-use rdma_provider::contract::Mw as _;
+use rdma_provider::contract::{CqInit, Mw as _};
 use rdma_provider::types::{WcStatus, WindowBind};
 
 fn bind_of(window: &Mw, current: Rkey, buffer: &Buffer, access: Access) -> WindowBind {
@@ -84,7 +84,7 @@ fn destroyed_queue_pair_unbinds_its_windows() {
     let first = bind(&b, &window, window.rkey(), &buffer, Access::REMOTE_WRITE);
     let End { qp, cq: _cq, pd, context, .. } = b;
     drop(qp);
-    let cq = context.create_cq(16, None, 0, 0).unwrap();
+    let cq = context.create_cq(&CqInit::new(16)).unwrap();
     let init = QpInit {
         transport: Transport::Rc,
         send_cq: &cq,

@@ -12,7 +12,7 @@ use std::sync::Arc;
 use memmap2::MmapRaw;
 
 use rdma_provider::VerbError;
-use rdma_provider::contract::{self, DctInit, DmaBufRange, QpInit};
+use rdma_provider::contract::{self, CqInit, DctInit, DmaBufRange, QpInit};
 use rdma_provider::types::{
     Access, AddressVector, AsyncEvent, DeviceAttr, GidEntry, GidKind, Lkey, PortAttr, PortNum, Qpn,
     Rkey, SrqCaps, Timestamp,
@@ -30,7 +30,6 @@ use crate::memory::PAGE;
 use crate::memory::dma::Memory;
 use crate::net::Network;
 use crate::net::node::PORT;
-use crate::net::scheduler::Scheduler;
 use crate::roce::requester::MAX_MESSAGE;
 
 use super::cq::Cq;
@@ -50,25 +49,6 @@ impl Context {
     #[must_use]
     pub fn is_in_process(&self) -> bool {
         !self.device.network.is_udp()
-    }
-
-    /// Creates a completion queue, with timestamps of `clock` if there is one.
-    fn new_cq(
-        &self,
-        capacity: u32,
-        channel: Option<&Channel>,
-        vector: u32,
-        cookie: u64,
-        clock: Option<&Arc<Scheduler>>,
-    ) -> Result<Cq, VerbError> {
-        let attr = self.device.attr();
-        self.device.check_alive("ibv_create_cq")?;
-        if capacity == 0 || capacity > attr.max_cqe || vector >= attr.completion_vectors {
-            return Err(VerbError::new("ibv_create_cq", VerbError::EINVAL));
-        }
-        let queue = CqInner::new(self.device.id(), capacity, &self.events, channel, cookie, clock);
-        self.device.add_completion_queue(&queue);
-        Ok(Cq { queue, device: Arc::clone(&self.device) })
     }
 }
 
@@ -157,25 +137,18 @@ impl contract::Context<Soft> for Context {
             .map_err(|error| os_error(VERB, &error))
     }
 
-    fn create_cq(
-        &self,
-        capacity: u32,
-        channel: Option<&Channel>,
-        vector: u32,
-        cookie: u64,
-    ) -> Result<Cq, VerbError> {
-        self.new_cq(capacity, channel, vector, cookie, None)
-    }
-
-    fn create_timestamped_cq(
-        &self,
-        capacity: u32,
-        channel: Option<&Channel>,
-        vector: u32,
-        cookie: u64,
-    ) -> Result<Cq, VerbError> {
-        let clock = &self.device.network.scheduler;
-        self.new_cq(capacity, channel, vector, cookie, Some(clock))
+    fn create_cq(&self, init: &CqInit<'_, Soft>) -> Result<Cq, VerbError> {
+        let attr = self.device.attr();
+        self.device.check_alive("ibv_create_cq")?;
+        let is_allowed = (1..=attr.max_cqe).contains(&init.capacity);
+        if !is_allowed || init.vector >= attr.completion_vectors {
+            return Err(VerbError::new("ibv_create_cq", VerbError::EINVAL));
+        }
+        let clock = init.timestamps.then_some(&self.device.network.scheduler);
+        let CqInit { capacity, channel, cookie, .. } = *init;
+        let queue = CqInner::new(self.device.id(), capacity, &self.events, channel, cookie, clock);
+        self.device.add_completion_queue(&queue);
+        Ok(Cq { queue, device: Arc::clone(&self.device) })
     }
 
     fn read_clock(&self) -> Result<Timestamp, VerbError> {

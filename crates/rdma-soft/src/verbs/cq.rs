@@ -16,12 +16,12 @@ use crate::device::completion_queue::{Arm, CqCounters, CqInner, Health, State};
 ///
 /// ```
 /// use rdma_soft::Network;
-/// use rdma_soft::contract::{Context as _, Cq as _};
+/// use rdma_soft::contract::{Context as _, Cq as _, CqInit};
 /// use rdma_soft::types::WorkCompletion;
 ///
 /// # fn main() -> Result<(), Box<dyn std::error::Error>> {
 /// let context = Network::new().open("a")?;
-/// let cq = context.create_cq(16, None, 0, 0)?;
+/// let cq = context.create_cq(&CqInit::new(16))?;
 /// let mut completions = [WorkCompletion::default(); 4];
 /// assert_eq!(cq.poll(&mut completions)?, 0);
 /// # Ok(())

@@ -62,12 +62,12 @@ pub(crate) fn create(
 ///
 /// ```
 /// use rdma_soft::Network;
-/// use rdma_soft::contract::{Context as _, Dct as _, DctInit, Pd as _};
+/// use rdma_soft::contract::{Context as _, CqInit, Dct as _, DctInit, Pd as _};
 /// use rdma_soft::types::{DcKey, SrqCaps};
 ///
 /// # fn main() -> Result<(), Box<dyn std::error::Error>> {
 /// let context = Network::new().open("a")?;
-/// let (pd, cq) = (context.create_pd()?, context.create_cq(16, None, 0, 0)?);
+/// let (pd, cq) = (context.create_pd()?, context.create_cq(&CqInit::new(16))?);
 /// let srq = pd.create_srq(SrqCaps { max_wr: 16, max_sge: 1 })?;
 /// let target = pd.create_dct(&DctInit { srq: &srq, recv_cq: &cq, key: DcKey(0x5eed) })?;
 /// // The number exists from RTR on.

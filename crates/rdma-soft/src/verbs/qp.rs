@@ -162,12 +162,12 @@ pub(crate) fn create(
 ///
 /// ```
 /// use rdma_soft::Network;
-/// use rdma_soft::contract::{Context as _, Pd as _, Qp as _, QpInit};
+/// use rdma_soft::contract::{Context as _, CqInit, Pd as _, Qp as _, QpInit};
 /// use rdma_soft::types::{DirectConfig, QpCaps, QpState, Transport};
 ///
 /// # fn main() -> Result<(), Box<dyn std::error::Error>> {
 /// let context = Network::new().open("a")?;
-/// let (pd, cq) = (context.create_pd()?, context.create_cq(16, None, 0, 0)?);
+/// let (pd, cq) = (context.create_pd()?, context.create_cq(&CqInit::new(16))?);
 /// let caps =
 ///     QpCaps { max_send_wr: 4, max_recv_wr: 4, max_send_sge: 1, max_recv_sge: 1, max_inline: 0 };
 /// let init = QpInit {

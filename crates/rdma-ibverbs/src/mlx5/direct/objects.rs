@@ -30,6 +30,18 @@ pub(crate) struct NewCompletionQueue {
     pub(crate) vector: c_int,
 }
 
+impl NewCompletionQueue {
+    /// Returns the arguments of `verb`, which creates an extended queue.
+    pub(crate) fn extended(self, verb: &'static str) -> Result<ibv_cq_init_attr_ex, VerbError> {
+        let invalid = |_| VerbError::new(verb, VerbError::EINVAL);
+        let mut attr = blank::<ibv_cq_init_attr_ex>();
+        attr.cqe = self.capacity.try_into().map_err(invalid)?;
+        attr.comp_vector = self.vector.try_into().map_err(invalid)?;
+        (attr.cq_context, attr.channel) = (self.cq_context, self.channel);
+        Ok(attr)
+    }
+}
+
 /// Creates a completion queue with compressed entries. Receives have the format `HASH`.
 ///
 /// # Safety
@@ -39,11 +51,7 @@ pub(crate) unsafe fn create_compressed(
     new: NewCompletionQueue,
 ) -> Result<NonNull<ibv_cq>, VerbError> {
     const NAME: &str = "mlx5dv_create_cq";
-    let invalid = |_| VerbError::new(NAME, VerbError::EINVAL);
-    let mut attr = blank::<ibv_cq_init_attr_ex>();
-    attr.cqe = new.capacity.try_into().map_err(invalid)?;
-    attr.comp_vector = new.vector.try_into().map_err(invalid)?;
-    (attr.cq_context, attr.channel) = (new.cq_context, new.channel);
+    let mut attr = new.extended(NAME)?;
     let mut compressed = blank::<mlx5dv_cq_init_attr>();
     let mask = mlx5dv_cq_init_attr_mask::MLX5DV_CQ_INIT_ATTR_MASK_COMPRESSED_CQE;
     compressed.comp_mask = mask.0.into();
